@@ -25,13 +25,13 @@ def banner(trainer: Any) -> list[str]:
     if trainer.evaluation.prompts is not None:
         prompts += f"; {len(trainer.evaluation.prompts)} held out, of {config.eval_prompts}"
     paid = [term.name for term in trainer.scorer.terms]
-    if trainer.turns.pays:
-        paid.append(f"environment {trainer.turns.name}")
+    if trainer.player.pays:
+        paid.append(f"environment {trainer.player.name}")
     rewards = ", ".join(paid)
     if trainer.scorer.monitors:
         rewards += "; watched: " + ", ".join(term.name for term in trainer.scorer.monitors)
     first = trainer.state.iteration + 1
-    turns = trainer.turns.max_turns
+    turns = trainer.player.max_turns
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     left = f"iterations {first} to {config.iterations}"
     if first > config.iterations:

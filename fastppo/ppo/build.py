@@ -1,7 +1,8 @@
-"""What a PPO run is made of, from its options: models, data, rewards, and checks between them.
+"""Builds the parts of a PPO run from its options: models, data, rewards, and the checks that they
+fit one another.
 
-The trainer is the algorithm; what it runs on is put together here. Nothing here changes during a
-run.
+`build` goes from what is cheap to refuse (types, rows, rewards) to what takes minutes to load. The
+trainer, which has the algorithm, gets the parts as `RunComponents`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.sharding import shard
-from fastppo.ppo.config import ASYNC_TURNS, PPOConfig
+from fastppo.ppo.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
@@ -57,7 +58,7 @@ from fastppo.rollout.vllm import VLLMEngine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunComponents:
-    """What a run is made of."""
+    """The parts of a run; none is replaced while it goes on."""
 
     device: torch.device
     tokenizer: Any
@@ -68,22 +69,23 @@ class RunComponents:
     """`fastppo.ppo.master_weights.MasterWeights` over an optimiser of torch's interface."""
     engine: RolloutEngine
     sampling: Sampling
-    turns: OneTurn | Turns
+    player: OneTurn | Turns
+    """Draws the responses: one turn each, or the turns of an environment."""
     prompts: Prompts | None
     curriculum: Curriculum
     pretraining: PretrainingText | None
     scorer: Scorer
     evaluation: Evaluation
     context: int | None
-    """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
+    """The longest sequence, tokens: the shortest context of policy, reference and critic."""
     fingerprints: dict[str, str]
-    """Fingerprints of what is read and not saved in a checkpoint, by name."""
+    """Fingerprints of what a checkpoint does not hold, by name: models, data, rewards."""
     notes: list[str]
-    """Sentences on what is not as the options ask for it."""
+    """Sentences for the user where another engine or layout is used than the options name."""
 
 
 def world_of(config: PPOConfig, world: World | None = None) -> World:
-    """The processes that are given, or those that torchrun started for the run.
+    """The processes of the run: `world` if it is given, else those that torchrun started.
 
     Raises:
         ValueError: they do not fit.
@@ -114,11 +116,11 @@ def build(
     say: Callable[[str], None] = print,
     world: World | None = None,
 ) -> RunComponents:
-    """What the config names, or what is handed over instead; see `PPOTrainer`.
+    """The parts that the config names, or those that are passed in instead; see `PPOTrainer`.
 
     Args:
         say: takes a sentence for the user.
-        world: the ranks, over which the models are sharded after all checks.
+        world: the processes; the models are sharded over them after all checks.
 
     Raises:
         ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
@@ -146,21 +148,22 @@ def build(
     check_terms(config, reward_terms.all, reward_terms.environment, rows)
     check_curriculum(config, rows)
     check_port(reward_terms.environment, world)
-    calls = CallOptions(config.reward_timeout, say)
+    call_options = CallOptions(config.reward_timeout, say)
     failure_file = Path(config.output_dir) / "failed_reward.json"
-    world.first(lambda: try_terms(config, reward_terms.all, rows, calls, failure_file))
+    world.first(lambda: try_terms(config, reward_terms.all, rows, call_options, failure_file))
     set_seed(config.seed)  # users' code may have drawn
     tokenizer = tokenizer or load_tokenizer(config.model)
     models = load_models(
         config, model=model, reference=reference, tokenizer=tokenizer, device=device
     )
     policy = models.policy
+    # Sets policy.packing.
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
     chosen_engine, engine_note = choose_engine(
         config, engine, policy=policy, tokenizer=tokenizer, world=world, say=say
     )
     data = load_data(config, rows, tokenizer, models)
-    curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
+    curriculum = Curriculum(data.prompts or Prompts([], []), config, say=say, world=world)
     if world.size > 1:
         models.shard(world)
         chosen_engine = SharedEngine(chosen_engine, policy, world)
@@ -169,15 +172,15 @@ def build(
         monitors=reward_terms.monitored,
         tokenizer=tokenizer,
         failure_file=failure_file,
-        options=calls,
+        options=call_options,
         world=world,
     )
-    turns = make_turns(
+    player = make_player(
         config,
         reward_terms.environment,
         tokenizer,
         context=models.context,
-        calls=calls,
+        call_options=call_options,
         world=world,
     )
     set_seed(config.seed)  # what was drawn so far depends on the number of ranks
@@ -200,7 +203,7 @@ def build(
             modes=config.eval_sampling,
             batch_size=config.rollout_batch_size,
         ),
-        turns=turns,
+        player=player,
         context=models.context,
         fingerprints={
             **models.fingerprints,
@@ -213,7 +216,7 @@ def build(
 
 
 def check_handed_over(config: PPOConfig, model: PreTrainedModel | None, tokenizer: Any) -> None:
-    """Raises ValueError where the config and what is handed over do not make a policy."""
+    """Raises ValueError where neither config nor caller gives a model and its tokenizer."""
     if model is None and not config.model:
         raise ValueError("model must be a directory or hub name, got nothing")
     if tokenizer is None and not config.model:
@@ -232,7 +235,7 @@ def check_types(
     rewards: Mapping[str, Any],
     environment: Any,
 ) -> None:
-    """Raises TypeError for something else in the place of what can be handed over.
+    """Raises TypeError where an argument of `PPOTrainer` is of another type.
 
     Args:
         modules: model and reference by name.
@@ -277,7 +280,7 @@ class Models:
 
     @property
     def context(self) -> int | None:
-        """Tokens that a sequence may have, if a config says."""
+        """The shortest context of policy, reference and critic, tokens; None if no config says."""
         return shortest_context(self.policy, self.reference)
 
     @property
@@ -311,20 +314,21 @@ def load_models(
     loader = ModelLoader(config, device)
     causal_lm = model or loader.causal_lm(config.model, "model")
     causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
-    before = fingerprint.of_model(causal_lm)  # which is about to get adapters
-    stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
+    # Before `make_policy` puts adapters on it.
+    model_fingerprint = fingerprint.of_model(causal_lm)
+    stop_tokens = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = make_policy(causal_lm, tokenizer, config, loader)
-    check_tokens(policy, tokenizer, stop)
+    check_tokens(policy, tokenizer, stop_tokens)
     ref_policy = make_reference(policy, tokenizer, config, loader, model=reference)
-    fingerprints = {"model": before, "tokenizer": fingerprint.of_tokenizer(tokenizer)}
+    fingerprints = {"model": model_fingerprint, "tokenizer": fingerprint.of_tokenizer(tokenizer)}
     if ref_policy is not None:
-        fingerprints["reference_model"] = before
+        fingerprints["reference_model"] = model_fingerprint
         if ref_policy.is_given and ref_policy.frozen is not None:
             fingerprints["reference_model"] = fingerprint.of_model(ref_policy.frozen.causal_lm)
     return Models(
         policy=policy,
         reference=ref_policy,
-        stop_token_ids=stop,
+        stop_token_ids=stop_tokens,
         fingerprints=fingerprints,
     )
 
@@ -416,11 +420,11 @@ def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> S
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Data:
-    """What the run reads beside its models."""
+    """The prompts and texts of a run, encoded."""
 
     prompts: Prompts | None
     held_out: Prompts | None
-    """What evaluations ask."""
+    """The prompts of evaluations."""
     pretraining: PretrainingText | None
     """The text of PPO-ptx."""
 
@@ -494,17 +498,17 @@ def load_pretraining(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardTerms:
-    """What pays responses."""
+    """The rewards of a run."""
 
     trained: list[RewardTerm]
     """With their weights, an ensemble last."""
     monitored: list[RewardTerm]
     environment: RewardTerm | None
-    """What makes the environments of turns."""
+    """Makes the environments of multi-turn responses."""
 
     @property
     def all(self) -> list[RewardTerm]:
-        """Those that are trained on, and those that are not."""
+        """Trained and monitored ones."""
         return [*self.trained, *self.monitored]
 
     @property
@@ -532,25 +536,27 @@ def load_rewards(
     Raises:
         ValueError: one is not there; options of turns without an environment.
     """
-    options: dict[str, Any] = {"device": device, "timeout": config.reward_timeout}
+    timeout = config.reward_timeout
     rewards = rewards or config.rewards
     weights = config.reward_weights
     ensemble_weight = 1.0
     if config.reward_ensemble and weights is not None and len(weights) == len(rewards) + 1:
         ensemble_weight = weights[-1]
         weights = weights[:-1]
-    trained = make_terms(rewards, weights, **options)
+    trained = make_terms(rewards, weights, device=device, timeout=timeout)
     if config.reward_ensemble:
         if any(term.name == "ensemble" for term in trained):
             raise ValueError(
                 "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
             )
-        trained.append(load_ensemble(config, ensemble_weight, options))
-    monitored = make_terms(monitor_rewards or config.monitor_rewards, **options)
+        trained.append(load_ensemble(config, ensemble_weight, device))
+    monitored = make_terms(
+        monitor_rewards or config.monitor_rewards, device=device, timeout=timeout
+    )
     environment_term = load_environment(environment or config.environment)
     config.have_effect_only("max_turns", where=environment_term, needs="environment")
     if environment_term is not None and config.async_steps:
-        raise ValueError(ASYNC_TURNS)
+        raise ValueError(ASYNC_NEEDS_ONE_TURN)
     return RewardTerms(trained=trained, monitored=monitored, environment=environment_term)
 
 
@@ -564,27 +570,28 @@ def check_port(environment: RewardTerm | None, world: World) -> None:
         )
 
 
-def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> RewardTerm:
+def load_ensemble(config: PPOConfig, weight: float, device: torch.device) -> RewardTerm:
     """The models of `reward_ensemble` as one reward."""
     ensemble = RewardEnsemble(
         config.reward_ensemble,
         config.reward_ensemble_by,
-        **options,
+        device=device,
+        timeout=config.reward_timeout,
     )
     members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
     return RewardTerm("ensemble", ensemble, weight, members)
 
 
-def make_turns(
+def make_player(
     config: PPOConfig,
     environment: RewardTerm | None,
     tokenizer: Any,
     *,
     context: int | None,
-    calls: CallOptions,
+    call_options: CallOptions,
     world: World,
 ) -> OneTurn | Turns:
-    """What plays the episodes: one response to a prompt, or the turns of an environment."""
+    """Draws the responses: one turn each, or the turns of an environment."""
     if environment is None:
         return OneTurn()
     return Turns(
@@ -592,7 +599,7 @@ def make_turns(
         tokenizer,
         max_turns=config.max_turns,
         context=context,
-        options=calls,
+        options=call_options,
         failure_file=Path(config.output_dir) / "failed_episode.json",
         world=world,
     )

@@ -43,7 +43,7 @@ WARNINGS = (
 BY_RATIO = "_by_ratio"
 """Ends an estimator of the KL in the loss that is times the ratio."""
 
-ASYNC_TURNS = "async_steps=1 draws responses of one turn, so environment must be none"
+ASYNC_NEEDS_ONE_TURN = "async_steps=1 draws responses of one turn, so environment must be none"
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Kinds of advantages that need no value function."""
@@ -603,7 +603,7 @@ def check_async(config: PPOConfig) -> None:
             "decoder or server"
         )
     if config.environment:
-        raise ValueError(ASYNC_TURNS)
+        raise ValueError(ASYNC_NEEDS_ONE_TURN)
     if config.solved_reward is not None:
         raise ValueError(
             "async_steps=1 chooses prompts before the scores that solved_reward needs are known: "

@@ -74,24 +74,27 @@ def penalty_loss(
 
 
 @contextmanager
-def kl_operands(
+def kl_keywords(
     reference: ReferencePolicy | None, layout: Layout, options: PPOConfig
 ) -> Iterator[dict[str, Any]]:
-    """What `linear_ppo_loss` takes for the KL in the loss, which, if it is exact, is formed within
-    the block."""
+    """The keywords of `linear_ppo_loss` for the KL in the loss.
+
+    The exact KL (`full`) needs the reference's hidden states and lm-head, which are whole only
+    within the block where models are sharded: the loss has to be computed in it.
+    """
     estimator = options.kl_loss_estimator
-    operands: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "kl_coef": options.kl_loss_coef,
         "kl_estimator": estimator.removesuffix(BY_RATIO),
         # A schedule may have taken the coefficient to 0.
         "kl_ratio_weighted": estimator.endswith(BY_RATIO) and options.kl_loss_coef > 0,
     }
     if estimator != "full" or not options.kl_loss_coef:
-        yield operands
+        yield keywords
         return
     assert reference is not None
     with reference.states(layout) as states:
-        yield operands | states.operands
+        yield keywords | states.operands
 
 
 def add_ptx_gradient(

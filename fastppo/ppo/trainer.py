@@ -58,7 +58,7 @@ from fastppo.ppo.metrics import (
 )
 from fastppo.ppo.objective import (
     add_ptx_gradient,
-    kl_operands,
+    kl_keywords,
     penalty_loss,
 )
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
@@ -162,7 +162,7 @@ class PPOTrainer:
         self.optimizer = components.optimizer
         self.engine = components.engine
         self.sampling = components.sampling
-        self.turns = components.turns
+        self.player = components.player
         self.prompts = components.prompts
         self.curriculum = components.curriculum
         self.pretraining = components.pretraining
@@ -173,7 +173,7 @@ class PPOTrainer:
         self._warned: set[str] = set()
         """The kinds of the warnings that the console has shown."""
         self.state = RunState.of(config)
-        self.fitting = FittingLimits(self.say, self.world.size)
+        self.fitting_limits = FittingLimits(self.say, self.world.size)
         self.callbacks = Callbacks(
             callbacks,
             config,
@@ -206,17 +206,25 @@ class PPOTrainer:
             RolloutError: the engine has no responses any more; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
-        if self.prompts is None or not (self.scorer.terms or self.turns.pays):
+        if self.prompts is None or not (self.scorer.terms or self.player.pays):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         return TrainingRun(self).run()
 
     def iterate(
         self, prompts: Prompts, options: PPOConfig, timer: PhaseTimer | None = None
     ) -> Iteration:
-        """One PPO iteration on a batch of prompts."""
+        """One PPO iteration on a batch of prompts.
+
+        Args:
+            options: the config with this iteration's schedules applied; see `begin_iteration`.
+            timer: measures the phases; a run's may end the iteration between two of them.
+
+        Raises:
+            PhaseEndedError: `timer` was asked to stop; no weight has changed.
+        """
         timer = timer or PhaseTimer()
         with timer("generate"), explain_out_of_memory("generate", options):
-            prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
+            prompts, rollout = self.player.play(prompts, self.engine, self.sampling)
         with timer("score"), explain_out_of_memory("score", options):
             scores = self.score(prompts, rollout, options)
         with timer("experience"), explain_out_of_memory("experience", options):
@@ -302,7 +310,7 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         state = self.state
-        before = state.steps
+        steps_before = state.steps
         regression = state.value_regression
         meter = UpdateMeter()
         if options.value_epochs is not None:
@@ -334,7 +342,7 @@ class PPOTrainer:
             if early_stopped:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
-        metrics |= state.step_metrics(before)
+        metrics |= state.step_metrics(steps_before)
         if regression is not None:
             regression.fit(self.model.value_function.head, self.world)
             metrics |= regression.metrics
@@ -400,7 +408,7 @@ class PPOTrainer:
     def attempts(self, sequences: Sized, options: PPOConfig) -> Iterator[Attempt]:
         """One attempt at a pass over the sequences, unless memory runs out: then another, with
         smaller microbatches (`FittingLimits.attempts`)."""
-        return self.fitting.attempts(options.limits(self.model.packing), len(sequences))
+        return self.fitting_limits.attempts(options.limits(self.model.packing), len(sequences))
 
     @staticmethod
     def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -419,7 +427,7 @@ class PPOTrainer:
             # After the forward pass, which has gathered its weight where models are sharded.
             head = self.model.head
             with (
-                kl_operands(self.reference, layout, options) as kl,
+                kl_keywords(self.reference, layout, options) as kl,
                 torch.set_grad_enabled(not warming_up),
             ):
                 if options.objective == "penalty":
@@ -527,13 +535,14 @@ class PPOTrainer:
             prompts, responses: texts or token ids; prompts may be chat messages.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
-            masks: for each token, True if the policy wrote it; the others, a tool's answer say, are
-                read and not learned from.
-            token_rewards: for each token; what is not on one of the policy's is paid at the last
-                one before it. They are part of the score, and scaled with it where it is
-                normalised or clipped.
-            old_logprobs, values: for each token, nats under softmax(z/T) of the policy that drew
-                it, and of the state before it; read where the mask is True; else the model's own.
+            masks: for each token, True if the policy wrote it. The others, such as a tool's answer,
+                are read by the model and not learned from.
+            token_rewards: a reward for each token, in addition to the score and scaled with it
+                where scores are normalised or clipped. A reward at a token that the policy did not
+                write is paid at the last one before it that the policy wrote.
+            old_logprobs: for each token its logprob under the policy that drew it, nats of
+                softmax(z/T); by default those of the model as it is. Read where the mask is True.
+            values: for each token the value of the state before it; by default the model's.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
@@ -588,7 +597,7 @@ class PPOTrainer:
         """
         options = self.config.at(self.state.iteration)
         with random_state_restored(options.seed):
-            prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
+            prompts, rollout = self.player.play(prompts, self.engine, sampling or self.sampling)
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         for attempt in self.attempts(batch, options):
@@ -616,9 +625,9 @@ class PPOTrainer:
     def self_check(self, prompts: Prompts) -> None:
         """Raises RuntimeError if the first update would not be on-policy; warns of options that are
         legal but probably unintended."""
-        reference = self.reference
-        if self.state.optimizer_step or (reference is not None and reference.is_given):
-            reference = None
+        fresh_reference = self.reference
+        if self.state.optimizer_step or (fresh_reference is not None and fresh_reference.is_given):
+            fresh_reference = None
         with explain_out_of_memory("the self-check", self.config):
             check_on_policy(
                 prompts,
@@ -626,7 +635,7 @@ class PPOTrainer:
                 model=self.model,
                 engine=self.engine,
                 sampling=self.sampling,
-                fresh_reference=reference,
+                fresh_reference=fresh_reference,
             )
         for sentence in [*odd_options(self.config), *busy_cpu(self.device)]:
             self.say(sentence, "yellow")

@@ -35,7 +35,7 @@ from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
 INTERRUPTIBLE = ("score", "experience")
-"""Phases before which a run may stop: nothing of the iteration has been kept by then."""
+"""Phases before which a run may stop: the iteration has not changed anything yet."""
 
 
 class TrainingRun:
@@ -54,10 +54,10 @@ class TrainingRun:
         self.checkpoints = trainer.checkpoints
         self.run_dir = Path(trainer.config.output_dir)
         self.stop_request = StopRequest(self.world)
-        self.no_prompts = ""
-        """Why there is no further iteration, where no prompt is left."""
-        self.no_evaluation: RolloutError | None = None
-        """Why the last iteration, whose update was done by then, was not evaluated."""
+        self.out_of_prompts = ""
+        """Why no prompt is left to ask; empty while there are some."""
+        self.evaluation_error: RolloutError | None = None
+        """Why the evaluation after the last update failed; that update is kept."""
 
     def run(self) -> dict[str, float]:
         """Iterates, and writes policy and report; the last metrics. For what it raises, see
@@ -67,8 +67,8 @@ class TrainingRun:
             metrics = self._iterations()
             self.checkpoints.finish()
             stopped_by = self.stop_request.stop
-            is_short = self.state.iteration < self.config.iterations
-            if stopped_by and is_short and not self.state.watch.stopped_by:
+            ended_early = self.state.iteration < self.config.iterations
+            if stopped_by and ended_early and not self.state.watch.stopped_by:
                 if self.state.iteration:
                     self._write_report()
                 raise Stopped(stopped_by, self.checkpoints.how_far())
@@ -79,7 +79,7 @@ class TrainingRun:
             self._write_report()
             self.callbacks.tell("on_train_end")
         self.state.raise_if_stopped(self.run_dir)
-        if is_short:
+        if ended_early:
             self.trainer.say(
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
                 f"{self._why_ended()}"
@@ -94,7 +94,7 @@ class TrainingRun:
             stack.enter_context(self.world.answering())
             stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))
-            for part in (self.callbacks, self.trainer.turns, self.trainer.engine):
+            for part in (self.callbacks, self.trainer.player, self.trainer.engine):
                 stack.enter_context(closing(part))
             yield
 
@@ -129,17 +129,19 @@ class TrainingRun:
             self.callbacks.begin(first)
             while self.state.iteration < end and not self._is_over():
                 self.callbacks.tell("on_step_begin")
-                at_start = random_state()
-                steps = self.state.optimizer_step
+                random_state_before = random_state()
+                steps_before = self.state.optimizer_step
                 try:
                     metrics = self.iteration(log)
                 except PhaseEndedError as ended:
-                    restore_random_state(at_start)
-                    self.no_prompts = str(ended)
+                    restore_random_state(random_state_before)
+                    self.out_of_prompts = str(ended)
                     break
                 except RolloutError as error:
-                    if self.state.optimizer_step == steps:  # else the next checkpoint before it
-                        restore_random_state(at_start)
+                    # After a part of an update there is nothing to save: a resumed run begins at
+                    # the last checkpoint.
+                    if self.state.optimizer_step == steps_before:
+                        restore_random_state(random_state_before)
                         self.checkpoints.finish()
                     raise self._stopped_by(error) from error
                 except FloatingPointError as error:
@@ -152,9 +154,9 @@ class TrainingRun:
                 by_callback = self.callbacks.step_ended()
                 by_signal = self.stop_request.checkpoint_wanted()
                 self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
-                if self.no_evaluation is not None:
+                if self.evaluation_error is not None:
                     self.checkpoints.finish()
-                    raise self._stopped_by(self.no_evaluation) from self.no_evaluation
+                    raise self._stopped_by(self.evaluation_error) from self.evaluation_error
         if self.state.iteration < end:
             log.ended(self._why_ended())
         return metrics
@@ -165,7 +167,7 @@ class TrainingRun:
             return "; ".join(self.state.watch.stopped_by)
         if self.stop_request.stop:
             return f"stopped by {signal.Signals(self.stop_request.stop).name}"
-        return self.no_prompts or "a callback asked for it"
+        return self.out_of_prompts or "a callback asked for it"
 
     def _stopped_by(self, error: RolloutError) -> RolloutError:
         return RolloutError(f"{error}; stopped{self.checkpoints.how_far()}")
@@ -181,8 +183,8 @@ class TrainingRun:
             log: `RunLog`, or what has its `metrics` and `samples`.
 
         Raises:
-            PhaseEndedError: the run is to stop; of the iteration nothing is kept.
-            RolloutError: there are no responses to be had; of the iteration nothing is kept.
+            PhaseEndedError: the run is to stop, or no prompt is left; nothing has changed.
+            RolloutError: the engine has no responses.
             FloatingPointError: too many optimiser steps in a row were not finite.
         """
         trainer = self.trainer
@@ -204,7 +206,7 @@ class TrainingRun:
         try:
             metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
         except RolloutError as error:
-            self.no_evaluation = error
+            self.evaluation_error = error
 
         number = self.state.iteration
         log.metrics(number, metrics, trainer.watch(metrics))

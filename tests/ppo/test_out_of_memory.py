@@ -31,7 +31,7 @@ def _limit(model: nn.Module, room: int) -> list[int]:
 
 def _sentences(trainer: PPOTrainer) -> list[str]:
     said: list[str] = []
-    trainer.fitting.say = said.append
+    trainer.fitting_limits.say = said.append
     return said
 
 
