@@ -435,7 +435,8 @@ def per_token(
     shape: torch.Size,
     like: Tensor,
 ) -> PerToken:
-    """Of (...) each; `weights` are those of `token_weights`."""
+    """The operands of the loss, given as (...) each, checked and flat; `weights` are those of
+    `token_weights`."""
     wide = accumulation_dtype(like.dtype)
 
     def flat(name: str, value: Tensor) -> Tensor:
@@ -586,7 +587,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, count: int, *, like: Tensor) -> None:
 
 
 def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: Tensor) -> Discounts:
-    """Of numbers in [0, 1], or [B], one per sequence."""
+    """γ and λ, each a number in [0, 1] or [B], one per sequence, checked."""
     per_sequence = {}
     for name, value in (("gamma", gamma), ("lam", lam)):
         if isinstance(value, Tensor):

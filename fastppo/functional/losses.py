@@ -247,7 +247,8 @@ def ppo_loss(
         shape=shape,
         like=logits,
     )
-    starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=logits)
+    # Of gspo alone, None of the others.
+    sequence_starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=logits)
     backend = arguments.choose_backend(backend, logits)
     need_grad = arguments.needs_gradient(logits)
     if inplace and need_grad:
@@ -271,29 +272,37 @@ def ppo_loss(
             objective=kernel_objective,
             objective_name=objective,
             shape=shape,
-            starts=starts,
+            sequence_starts=sequence_starts,
         )
-    loss_tokens = per_token
-    if starts is not None:
-        # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
+    kernel_per_token = per_token
+    if sequence_starts is not None:
+        # A token's ratio needs the logprobs of its whole sequence, hence a pass before.
         logprobs = _logprobs_of_rows(rows, per_token, softmax, backend)
-        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
-    operands = {
-        "per_token": loss_tokens,
-        "objective": kernel_objective,
-        "softmax": softmax,
-        "ref_logits": ref_rows,
-        "backend": backend,
-    }
+        kernel_per_token = _with_sequence_ratios(per_token, logprobs, sequence_starts)
     gradient: Tensor | None
     if inplace and need_grad:
-        # The gradient's buffer is the caller's own logits: the one copy there is.
+        # The operator reads the logits here and leaves their gradient in the same memory.
         gradient = rows.detach()
-        result = operators.ppo_loss_inplace_op(logits=gradient, **operands)
+        result = operators.ppo_loss_inplace_op(
+            logits=gradient,
+            per_token=kernel_per_token,
+            objective=kernel_objective,
+            softmax=softmax,
+            ref_logits=ref_rows,
+            backend=backend,
+        )
     else:
-        result = operators.ppo_loss_op(logits=rows, need_grad=need_grad, **operands)
+        result = operators.ppo_loss_op(
+            logits=rows,
+            per_token=kernel_per_token,
+            objective=kernel_objective,
+            softmax=softmax,
+            ref_logits=ref_rows,
+            need_grad=need_grad,
+            backend=backend,
+        )
         gradient = result.grad
-    if starts is not None:
+    if sequence_starts is not None:
         result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, per_token))
     if need_grad:
         loss = PPOLossFunction.apply(result.sums[LOSS], (gradient,), backend, rows)
@@ -305,7 +314,7 @@ def ppo_loss(
 def _shaped_result(
     loss: Tensor, rows: PPORows | LinearPPORows, shape: torch.Size, objective: str
 ) -> PPOLoss:
-    """What an operator has found for N rows, in the shape of the tokens."""
+    """The result of an operator on N rows, in the shape of the tokens."""
     return PPOLoss(
         loss=loss,
         logprobs=rows.logprobs.view(shape),
@@ -330,20 +339,28 @@ def _logprobs_of_rows(
     return stats.logprobs
 
 
-def _with_sequence_ratios(per_token: PerToken, logprobs: Tensor, starts: Tensor) -> PerToken:
-    """The tokens with old logprobs such that a token's ratio is that of its sequence, as in GSPO;
-    `logprobs` [N] are those of the policy."""
+def _with_sequence_ratios(
+    per_token: PerToken, logprobs: Tensor, sequence_starts: Tensor
+) -> PerToken:
+    """GSPO: old logprobs from which the kernel, which knows no sequences, forms for each token the
+    ratio of its sequence.
+
+    Args:
+        logprobs: [N], of the policy.
+    """
     return per_token._replace(
         old_logprobs=definition.sequence_ratio_logprobs(
-            logprobs, per_token.old_logprobs, per_token.weights != 0, starts
+            logprobs, per_token.old_logprobs, per_token.weights != 0, sequence_starts
         )
     )
 
 
 def _with_token_kl(sums: Tensor, logprobs: Tensor, per_token: PerToken) -> Tensor:
-    """GSPO's sums, whose ratios are those of sequences, with the approx_kl of the tokens.
+    """GSPO: the kernel's sums, with `approx_kl` formed from the old policy's own logprobs in place
+    of those of `_with_sequence_ratios`.
 
     Args:
+        logprobs: [N], of the policy.
         per_token: with the old policy's own logprobs.
     """
     difference = per_token.old_logprobs - logprobs
@@ -389,7 +406,7 @@ def _loss_of_statistics(
     objective: Objective,
     objective_name: str,
     shape: torch.Size,
-    starts: Tensor | None,
+    sequence_starts: Tensor | None,
 ) -> PPOLoss:
     """PPO's loss, differentiable with respect to the statistics [N].
 
@@ -397,16 +414,16 @@ def _loss_of_statistics(
 
     Args:
         objective_name: as `ppo_loss` takes it.
-        starts: where sequences begin, for GSPO.
+        sequence_starts: of GSPO; else None.
     """
     counted = per_token.weights != 0
-    loss_tokens = per_token
-    if starts is not None:
-        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
+    per_token_of_loss = per_token
+    if sequence_starts is not None:
+        per_token_of_loss = _with_sequence_ratios(per_token, logprobs, sequence_starts)
     loss, sums, kl = definition.loss_of_statistics(
-        logprobs, entropies, full_kl, loss_tokens, objective
+        logprobs, entropies, full_kl, per_token_of_loss, objective
     )
-    if starts is not None:
+    if sequence_starts is not None:
         sums = _with_token_kl(sums, logprobs.detach(), per_token)
     return PPOLoss(
         loss=loss,
@@ -521,7 +538,8 @@ def linear_ppo_loss(
         shape=shape,
         like=hidden,
     )
-    starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=hidden)
+    # Of gspo alone, None of the others.
+    sequence_starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=hidden)
     backend = arguments.choose_backend(backend, hidden)
     wanted = arguments.gradients_wanted(head)
     need_grad = any(wanted)
@@ -557,17 +575,17 @@ def linear_ppo_loss(
             objective=kernel_objective,
             objective_name=objective,
             shape=shape,
-            starts=starts,
+            sequence_starts=sequence_starts,
         )
-    loss_tokens = per_token
-    if starts is not None:
-        # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
+    kernel_per_token = per_token
+    if sequence_starts is not None:
+        # A token's ratio needs the logprobs of its whole sequence, hence a pass before.
         with torch.no_grad():
             logprobs, _ = statistics(head)
-        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
+        kernel_per_token = _with_sequence_ratios(per_token, logprobs, sequence_starts)
     result = operators.linear_ppo_loss_op(
         projection=head,
-        per_token=loss_tokens,
+        per_token=kernel_per_token,
         objective=kernel_objective,
         softmax=softmax,
         ref_projection=ref,
@@ -576,7 +594,7 @@ def linear_ppo_loss(
         compact=compact,
         backend=backend,
     )
-    if starts is not None:
+    if sequence_starts is not None:
         result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, per_token))
     if need_grad:
         gradients = operators.only_wanted(result.grads, wanted)
@@ -589,8 +607,8 @@ def linear_ppo_loss(
 
 
 def _host_may_wait(hidden: Tensor) -> bool:
-    """Whether the host may wait for a GPU, to count the rows that the mask leaves: a capture allows
-    no synchronisation, and a graph of torch.compile may be captured."""
+    """Whether the host may wait for a GPU to count unmasked rows: not in a CUDA-graph capture, nor
+    under torch.compile, whose graphs may be captured."""
     if torch.compiler.is_compiling():
         return False
     return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,10 +1,16 @@
-"""Custom operators, and the choice of backend.
+"""Custom operators, and the choice of backend: the layer between the public functions and
+`fastppo_kernels`.
 
-The layer between the public functions and `fastppo_kernels`. Each operator is opaque to
-`torch.compile` (a registered custom operator with a fake kernel, so `fullgraph=True` works); its
-operands are those of the backends' function, and the function here returns the backend's, which is
-called with them. They arrive checked, one entry per token: `[N]`, in records; `record_operator`
-flattens them for torch. What is differentiable, and how, is in `gradients`.
+    @operator("ppo_loss", like=torch_rows.ppo_loss, …)
+    def ppo_loss_op(backend, logits, per_token, **_):
+        return the function of the backend        # which the operator then calls with its operands
+
+A decorated function computes nothing: it checks token ids and returns the function that does, one
+with the signature of `like`. Calling `ppo_loss_op(…)` goes through torch's dispatcher, so that
+`torch.compile(fullgraph=True)` sees one opaque operator, whose fake kernel is registered below it.
+
+Operands arrive checked, one entry per token: `[N]`, in records; `record_operator` flattens them for
+torch. What is differentiable, and how, is in `gradients`.
 """
 
 from __future__ import annotations
@@ -39,24 +45,28 @@ from torch import Tensor
 from fastppo.functional import arguments
 from fastppo.functional.record_operator import operator
 
+KERNELS = linear.__package__
+"""`fastppo_kernels`, or the name under which a copy of it is imported (kernels/hub_package.py)."""
+
 
 def row_functions_of(backend: str, dtype: torch.dtype) -> ModuleType:
-    """A backend's operations on rows of logits; Triton is imported only where it is used.
+    """The module with a backend's functions of rows of logits: `triton_rows`, `cpu_rows` or
+    `torch_rows`. Triton is imported only where it is used.
 
-    The CPU's loops compute in fp32, so logits in fp64 have the definition.
+    The CPU's loops compute in fp32: fp64 logits go to the definition.
     """
     if backend == "cpu" and dtype == torch.float64:
         return torch_rows
-    return importlib.import_module(f".{backend}_rows", linear.__package__)
+    return importlib.import_module(f".{backend}_rows", KERNELS)
 
 
-def _row_functions_under(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
-    """Those that take the logits of a projection."""
+def _row_functions_of_head(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
+    """`row_functions_of` the logits that a projection forms."""
     return row_functions_of(backend, gemm.dtype_for(projection))
 
 
-def _advantages(backend: str) -> ModuleType:
-    return importlib.import_module(f".{backend}_advantages", linear.__package__)
+def _advantage_functions_of(backend: str) -> ModuleType:
+    return importlib.import_module(f".{backend}_advantages", KERNELS)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
@@ -149,7 +159,7 @@ def linear_ppo_loss_op(
     backend: str, projection: Projection, per_token: PerToken, gemm: Gemm, **_: Any
 ) -> Callable[..., LinearPPORows]:
     _check_tokens(per_token.tokens, projection.weight.shape[0], per_token.weights)
-    row_functions = _row_functions_under(backend, projection, gemm)
+    row_functions = _row_functions_of_head(backend, projection, gemm)
     return functools.partial(linear.ppo_loss, row_functions=row_functions)
 
 
@@ -169,7 +179,8 @@ def _empty_gradients(projection: Projection, wanted: GradientsWanted) -> Project
 
 
 def only_wanted(grads: ProjectionGradients, wanted: GradientsWanted) -> ProjectionGradients:
-    """None in place of the others, for which an operator returns an empty tensor."""
+    """None in place of the gradients that were not wanted, for which an operator returns an empty
+    tensor."""
     return ProjectionGradients(
         hidden=grads.hidden if wanted.hidden else None,
         weight=grads.weight if wanted.weight else None,
@@ -182,7 +193,7 @@ def linear_token_stats_op(
     backend: str, projection: Projection, tokens: Tensor, gemm: Gemm, **_: Any
 ) -> Callable[..., StatsRows]:
     _check_tokens(tokens, projection.weight.shape[0])
-    row_functions = _row_functions_under(backend, projection, gemm)
+    row_functions = _row_functions_of_head(backend, projection, gemm)
     return functools.partial(linear.token_stats, row_functions=row_functions)
 
 
@@ -197,7 +208,7 @@ def _(projection: Projection, tokens: Tensor, gemm: Gemm) -> StatsRows:
 def linear_token_stats_backward_op(
     backend: str, projection: Projection, gemm: Gemm, **_: Any
 ) -> Callable[..., ProjectionGradients]:
-    row_functions = _row_functions_under(backend, projection, gemm)
+    row_functions = _row_functions_of_head(backend, projection, gemm)
     return functools.partial(linear.token_stats_backward, row_functions=row_functions)
 
 
@@ -211,7 +222,7 @@ def _(projection: Projection, wanted: GradientsWanted) -> ProjectionGradients:
 
 @operator("gae", like=torch_advantages.gae)
 def gae_op(backend: str, **_: Any) -> Callable[..., Gae]:
-    return _advantages(backend).gae
+    return _advantage_functions_of(backend).gae
 
 
 @gae_op.register_fake
@@ -230,7 +241,7 @@ def _empty_advantages(values: Tensor) -> Gae:
 @operator("shaped_advantages", like=torch_advantages.shaped_advantages)
 def shaped_advantages_op(backend: str, **_: Any) -> Callable[..., ShapedAdvantages]:
     """Not yet whitened."""
-    return _advantages(backend).shaped_advantages
+    return _advantage_functions_of(backend).shaped_advantages
 
 
 @shaped_advantages_op.register_fake
@@ -244,7 +255,7 @@ def _(trajectory: Trajectory, shaping: Shaping) -> ShapedAdvantages:
 
 @operator("whiten", like=torch_advantages.whiten)
 def whiten_op(backend: str, **_: Any) -> Callable[..., Tensor]:
-    return _advantages(backend).whiten
+    return _advantage_functions_of(backend).whiten
 
 
 @whiten_op.register_fake

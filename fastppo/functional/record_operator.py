@@ -21,7 +21,8 @@ from torch import Tensor
 R = TypeVar("R")
 
 NAMESPACE = __name__.partition(".")[0]
-"""Of the operators: `fastppo`, or the name under which a copy of this package is imported."""
+"""The operators are `torch.ops.fastppo.…`, or have the name under which a copy of this package is
+imported."""
 
 SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -66,7 +67,10 @@ class _Slot(NamedTuple):
 
 
 def _slot(name: str, annotation: Any, *, optional: bool = False) -> _Slot:
-    """Of a tensor, a scalar, or a record of these; `optional`: it belongs to one that may be None.
+    """The slot of a tensor, a scalar, or a record of these.
+
+    Args:
+        optional: it is a field of a record that may be None.
 
     Raises:
         KeyError: torch's schemas have no such type.
