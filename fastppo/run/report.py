@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastppo.data.files import write_whole
-from fastppo.functional.scalars import shown
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
@@ -29,9 +26,6 @@ LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 
 STOPPED = "stopped: "
 """Begins a run's warning that says why it ended."""
-
-LARGEST = sys.float_info.max
-"""Of the numbers that can be drawn."""
 
 LEAST_KL = 1e-6
 """Nats. A sampled KL below it is the rounding of 0."""
@@ -45,7 +39,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl, or it is empty.
-        ValueError: it is not a PPO run, or a file of it is damaged; file and line are named.
+        ValueError: it is not a PPO run, or a line of a file is no JSON object; both are named.
     """
     run = read_run(run_dir)
     groups, constants = make_charts(run.records)
@@ -72,81 +66,10 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     )
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold, or NaN or an infinity."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= LARGEST)
-
-
-def _is_turn(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        and _is_number(value.get("reward", 0))
-    )
-
-
-class Kind(NamedTuple):
-    """What a field of a record holds."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-NUMBER = Kind("a number", _is_number)
-NUMBERS = Kind(
-    "numbers by name",
-    lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
-)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-TEXTS = Kind(
-    "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
-)
-OF_PART = {
-    "started": TEXT,
-    "device": TEXT,
-    "versions": Kind("versions by name", lambda value: isinstance(value, dict)),
-}
-OF_SAMPLE = {
-    "iteration": NUMBER,
-    "reward": NUMBER,
-    "rewards": NUMBERS,
-    "monitors": NUMBERS,
-    "kl": Kind("a number or null", lambda value: value is None or _is_number(value)),
-}
-TURNS = Kind("a list of turns", lambda value: isinstance(value, list) and all(map(_is_turn, value)))
-
-
-def _read(path: Path, kinds: Callable[[dict[str, Any]], dict[str, Kind]]) -> list[dict[str, Any]]:
-    """The records of a file; raises ValueError where one holds what no run writes, as somebody's
-    editor may.
-
-    Args:
-        kinds: what the fields of a record must hold.
-    """
-    records = read_jsonl(path)
-    for number, record in enumerate(records, 1):
-        for name, kind in kinds(record).items():
-            value = record.get(name)
-            if not kind.holds(value):
-                raise ValueError(
-                    f"{path}, line {number}: {name} must be {kind.words}, got {shown(value)}"
-                )
-    return records
-
-
-def _of_metrics(record: dict[str, Any]) -> dict[str, Kind]:
-    return {name: TEXTS if name == "warnings" else NUMBER for name in record}
-
-
-def _of_sample(record: dict[str, Any]) -> dict[str, Kind]:
-    return OF_SAMPLE | ({"turns": TURNS} if "turns" in record else {})
-
-
 def read_run(run_dir: str | Path) -> Run:
     """A run directory's records."""
     run_dir = Path(run_dir)
-    records = _read(run_dir / "metrics.jsonl", _of_metrics)
+    records = read_jsonl(run_dir / "metrics.jsonl")
     if not records:
         raise FileNotFoundError(
             f"{run_dir / 'metrics.jsonl'}: no metrics there; is it a run directory?"
@@ -163,9 +86,9 @@ def read_run(run_dir: str | Path) -> Run:
     return Run(
         name="/".join(run_dir.resolve().parts[-2:]),
         records=records,
-        samples=_read(run_dir / "samples.jsonl", _of_sample),
+        samples=read_jsonl(run_dir / "samples.jsonl"),
         config=load_yaml(config_file) if config_file.exists() else {},
-        parts=_read(run_dir / "parts.jsonl", lambda part: OF_PART),
+        parts=read_jsonl(run_dir / "parts.jsonl"),
     )
 
 
