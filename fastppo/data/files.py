@@ -41,14 +41,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout
-        try:
-            # A pipe that nobody reads is an error, and not waited for.
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            os.set_blocking(descriptor, True)
-            with open(descriptor, "wb") as file:
-                file.write(content)
-        except OSError as error:  # of a write, which names no file
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        path.write_bytes(content)
         return
     path = path.resolve()  # a link stays one
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -33,9 +33,3 @@ def test_a_link_stays_and_a_device_is_written_to(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "text"
     write_whole(os.devnull, "text")
     assert not Path(os.devnull).is_file()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_device_that_is_full_is_named() -> None:
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        write_whole("/dev/full", "text")
