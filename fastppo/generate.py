@@ -51,7 +51,7 @@ class Completions:
     rewards: dict[str, list[float]] = field(default_factory=dict)
     """Each reward of each completion, reward units; what an environment paid is `environment`."""
     turns: list[list[dict[str, Any]]] | None = None
-    """Of each completion its turns, as `Rollout.turns` has them; None without an environment."""
+    """The turns of each completion, as in `Rollout.turns`; None without an environment."""
 
 
 def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:

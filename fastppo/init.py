@@ -116,7 +116,8 @@ WORDS = {
     "earned": "[(3, 0.1), (9, 0.1)]",
     "nothing": "[]",
 }
-"""Of prompts without an answer: what docs/ten-minutes.md trains on, which small models learn."""
+"""The reward for prompts without an answer: docs/ten-minutes.md trains on it, small models learn
+it."""
 
 
 def write_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def shards_of(size: int, shard_size: int | None) -> int:
-    """Of so many processes, those that hold one copy of the weights: as the option says, or all.
+    """How many of `size` processes hold one copy of the weights between them: the option, or all.
 
     Raises:
         ValueError: they cannot be divided into copies.

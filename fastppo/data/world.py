@@ -29,7 +29,7 @@ from fastppo.functional.scalars import shown
 Result = TypeVar("Result")
 
 LONGEST_NUMBER = 6
-"""Digits of an environment variable: of more processes nobody hears."""
+"""Digits of a number of processes at most; a longer one is a mistake."""
 
 TIMEOUT = 1800.0
 """Seconds that a rank waits for the others, unless another time is asked for."""
@@ -217,7 +217,7 @@ def leave() -> None:
 
 
 def _number(name: str, default: int) -> int:
-    """An environment variable of torchrun; raises ValueError where it is no number of its kind."""
+    """An environment variable of torchrun; raises ValueError where it is not a number."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or len(text) > LONGEST_NUMBER or int(text) < default:
         raise ValueError(f"{name} must be a number, as torchrun sets it, got {shown(text)}")

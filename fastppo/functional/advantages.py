@@ -25,7 +25,7 @@ class Advantages(NamedTuple):
     advantages: Tensor
     """[B, T] or [total] fp32, whitened if asked, 0 where masked."""
     returns: Tensor
-    """The same shape, fp32: unwhitened advantages plus values, 0 where masked."""
+    """[B, T] or [total] fp32: advantages before whitening plus values, 0 where masked."""
     kl: Tensor
     """[B] fp32, nats: the estimator summed over each sequence."""
 

@@ -23,14 +23,14 @@ from fastppo.data.rows import DataError, Rows
 
 
 class Package(NamedTuple):
-    """What of another package can be used by address."""
+    """A package whose prompts, environments or rewards can be named by address."""
 
     module: str
-    """Of the adapter, in `fastppo.integrations`."""
+    """Module of `fastppo.integrations` that adapts it."""
     requirement: str
-    """What pip installs."""
+    """Name for pip."""
     gives: tuple[str, ...]
-    """Of `prompts`, `environment` and `reward`."""
+    """The options that may name it: prompts, environment, reward."""
 
 
 PACKAGES = {
@@ -43,14 +43,14 @@ PACKAGES = {
 
 
 class Address(NamedTuple):
-    """What an address names."""
+    """An address `name?option=value&…` in its parts."""
 
     name: str
     options: dict[str, Any]
 
     @classmethod
     def of(cls, text: str) -> Address:
-        """Of `name?option=value&…`; values are numbers, booleans or texts, as YAML reads them."""
+        """Reads an address; values are numbers, booleans or texts, as in YAML."""
         name, _, query = text.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         options = {}

@@ -81,7 +81,7 @@ def _config(address: Address) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """Of a task, as a server of verifiers is sent it."""
+    """The row of a task, which has it in the form that a server of verifiers takes."""
     prompt = [{"role": "user", "content": data.prompt_text or str(data.idx)}]
     if data.system_prompt is not None:
         prompt.insert(0, {"role": "system", "content": data.system_prompt})

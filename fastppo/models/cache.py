@@ -84,7 +84,7 @@ class _RoomyLayer(DynamicLayer):
 
 
 def _longer(room: Tensor, tokens: int) -> Tensor:
-    """The same keys or values [B, heads, S, D] in memory for so many tokens."""
+    """A copy of keys or values [B, heads, S, D] with room for so many tokens."""
     longer = room.new_empty(*room.shape[:2], tokens, room.shape[3])
     longer[:, :, : room.shape[2]] = room
     return longer

@@ -188,6 +188,6 @@ class ReferencePolicy:
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:
-    """The same weights, without gradients."""
+    """A copy of a model, without gradients."""
     frozen = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
     return frozen.requires_grad_(False)

@@ -74,7 +74,7 @@ class Curriculum:
         self.solved_reward = options.solved_reward
         self.say = say
         self.fingerprints: dict[str, str] = {}
-        """Of what sorts and weighs the prompts, by option."""
+        """Fingerprints of `prompt_order` and `prompt_weights`."""
         world = world or World()
         self.order = self._load("prompt_order", options.prompt_order, world)
         self.weights = self._load("prompt_weights", options.prompt_weights, world)

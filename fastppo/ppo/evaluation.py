@@ -34,9 +34,9 @@ class BestEvaluations:
     """The best held-out rewards of a run so far; None before its first evaluation."""
 
     best: float | None = None
-    """Of eval/reward."""
+    """The highest eval/reward."""
     best_greedy: float | None = None
-    """Of eval/greedy/reward, where that is not eval/reward."""
+    """The highest eval/greedy/reward, where that is not eval/reward."""
 
     def take(self, reward: float, *, greedy: bool = False) -> bool:
         """Records an evaluation; whether it is the best of its kind so far."""
@@ -106,7 +106,7 @@ class Evaluation:
         return metrics
 
     def _prefixes(self, prefix: str) -> list[str]:
-        """Of the metrics of each mode."""
+        """The prefixes of the metrics' names, one for each mode."""
         prefixes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
         return [prefix + mode_prefix for mode_prefix in prefixes[self.modes]]
 

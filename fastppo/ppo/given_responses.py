@@ -32,10 +32,10 @@ class GivenResponses(NamedTuple):
 
     prompt_ids: list[list[int]]
     rollout: Rollout
-    """Without the sampler's logprobs: nobody says how they were drawn."""
+    """Without the sampler's logprobs, since it is not known how they were drawn."""
     scores: Scores
     policy: GivenPolicy
-    """That drew them, as far as it is known."""
+    """What is known of the policy that drew them."""
 
 
 def given_responses(
@@ -101,7 +101,7 @@ def given_responses(
 
 
 def _items(name: str, value: Any) -> list[Any]:
-    """Of a sequence, an array or a tensor; raises ValueError for anything else."""
+    """The entries of a sequence, an array or a tensor; raises ValueError for anything else."""
     if hasattr(value, "tolist"):
         try:
             value = value.tolist()
@@ -113,7 +113,7 @@ def _items(name: str, value: Any) -> list[Any]:
 
 
 def _ids(name: str, value: Any) -> list[int]:
-    """Token ids; raises ValueError for what is no list of whole numbers."""
+    """Token ids; raises ValueError for anything but whole numbers."""
     ids = _items(name, value)
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         raise ValueError(f"{name} must be a text or token ids, got {shown(value)}")
@@ -141,7 +141,7 @@ def check_ends(responses: Sequence[Sequence[int]], stop_token_ids: Sequence[int]
         for position, token in enumerate(response[:-1]):
             if token in stop_token_ids:
                 raise ValueError(
-                    f"responses: response {row} goes on behind its stop token, token "
+                    f"responses: response {row} continues after its stop token, token "
                     f"{position + 1} of {len(response)}: cut it there if the rest is padding, else "
                     "pass masks, True for each token that the policy wrote"
                 )

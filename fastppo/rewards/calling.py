@@ -63,7 +63,7 @@ def _silent(sentence: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How long a run waits for users' functions, and where it says what they did."""
+    """The time limit of users' functions, and where sentences about them are shown."""
 
     timeout: float | None = None
     """Seconds that a call may take; None is no limit."""

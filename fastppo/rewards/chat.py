@@ -58,7 +58,7 @@ TEXT = {"type": "text"}
 """The `response_format` that is done, which is the default."""
 
 LONGEST_SHUTDOWN = 1
-"""Seconds that the server waits at its end for requests that nobody will answer any more."""
+"""Seconds that the server waits at shutdown for open requests."""
 
 
 class RefusedError(Exception):
@@ -66,29 +66,29 @@ class RefusedError(Exception):
 
 
 class PolicyTurn(NamedTuple):
-    """A turn of the policy as an agent is answered with it."""
+    """A turn of the policy, the answer to a request of an agent."""
 
     text: str
     read: int
-    """Tokens that the policy had read by then."""
+    """Tokens of the conversation before it."""
     written: int
     """Tokens of the turn, a stop token included."""
 
 
 class ChatAnswer(NamedTuple):
-    """What a request is answered with."""
+    """The answer to a request."""
 
     turn: PolicyTurn
     finish_reason: str
 
     @property
     def message(self) -> dict[str, str]:
-        """As OpenAI's API has it."""
+        """The message in the form of OpenAI's API."""
         return {"role": "assistant", "content": self.turn.text}
 
     @property
     def usage(self) -> dict[str, int]:
-        """In tokens, as it has them."""
+        """The token counts in the form of OpenAI's API."""
         return {
             "prompt_tokens": self.turn.read,
             "completion_tokens": self.turn.written,
@@ -293,7 +293,7 @@ class ChatServer:
         self.host = host
         self.port = port
         self.sessions: dict[str, Session] = {}
-        """By their keys."""
+        """The open sessions by key."""
         self._users: set[Session] = set()
         self._server: Any = None
         self._serving: asyncio.Task[None]
@@ -307,7 +307,7 @@ class ChatServer:
         return self._base_url
 
     async def left_by(self, user: Session) -> None:
-        """Ends the server where nobody uses it any more."""
+        """Stops the server when its last user leaves."""
         self._users.discard(user)
         if self._server is not None and not self._users:
             self._server.should_exit = True

@@ -75,13 +75,13 @@ class Episode:
     by_token: dict[str, list[Tensor]] = field(default_factory=dict)
     """The engine's `BY_TOKEN`, a tensor for each turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """What `Rollout.turns` has of it."""
+    """Its entry of `Rollout.turns`."""
     calls: list[str] = field(default_factory=list)
-    """What `Rollout.calls` has of it."""
+    """Its entry of `Rollout.calls`."""
     finish_reason: str | None = None
     """None while it goes on."""
     version: int | None = None
-    """Of the weights that drew it."""
+    """Number of the weights that drew it."""
 
     @property
     def conversation(self) -> list[int]:

@@ -47,11 +47,11 @@ class Failure(NamedTuple):
 
     sentence: str
     traceback: str = ""
-    """Of what it raised."""
+    """The traceback of what it raised."""
 
 
 def _failure(error: UserCodeError, where: str) -> Failure:
-    """Of a call that raised or was too late, with the user's line."""
+    """The failure of a call that raised or was too late, with the user's line."""
     cause = error.__cause__
     return Failure(f"{error} {where}{place_of(cause)}", traceback_of(cause))
 
@@ -86,7 +86,7 @@ class EnvironmentPool:
         """By row, what each environment's `reset` returns: a text, messages or None.
 
         Args:
-            columns: of each row, of which an environment gets those that it names.
+            columns: of each row; an environment gets those that its `reset` names.
         """
 
         def calls(rows: Sequence[int]) -> list[_Call]:

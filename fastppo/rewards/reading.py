@@ -116,7 +116,7 @@ def _place(error: SyntaxError | ValueError) -> str:
 
 
 METHODS = ("reset", "step")
-"""That an environment must have."""
+"""Methods that an environment must have."""
 
 EXPECTED = "a class without arguments that has reset(prompt, **columns) and step(text)"
 """What an environment is expected to be."""
@@ -141,7 +141,8 @@ def check_methods(
 
     Args:
         signatures: of its methods by name, with `self`.
-        source: of the prompts; columns: theirs, beside the prompt.
+        source: names the prompts in an error.
+        columns: the prompts' columns, without the prompt's own.
 
     Raises:
         ValueError: one cannot; the sentence says what is expected.
@@ -167,7 +168,8 @@ def check_agent(signature: inspect.Signature, source: str, columns: Sequence[str
     """Checks that an agent of this signature can be called.
 
     Args:
-        source: of the prompts; columns: theirs, beside the prompt.
+        source: names the prompts in an error.
+        columns: the prompts' columns, without the prompt's own.
 
     Raises:
         ValueError: it cannot; the sentence says what it is given.

@@ -18,7 +18,7 @@ completion a reward returns
 
 and one batch may hold all three. A reward gets copies of everything, so it may change them. One
 that an option names is called once before a run's models are loaded, on the first prompt with a
-made-up response: a wrong one costs seconds. So its side effects happen once more.
+made-up response, so that a broken one fails within seconds; its side effects happen once more.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ MAX_REWARD = 1e15
 result, and 1e38 is infinite. Beyond this every step would be skipped."""
 
 DEPTH = 3
-"""Of a reward of one completion: numbers in pairs in a list of steps."""
+"""Nesting of one completion's reward at most: numbers in pairs in a list of steps."""
 
 ATTEMPTS = 3
-"""Calls of a reward that is too late each time."""
+"""Times that a reward which does not return in time is called."""
 
 
 class RewardError(RuntimeError):
@@ -187,7 +187,7 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
     """What a reward returned, as numbers.
 
     Raises:
-        TermError: it is no list with a reward for each sample.
+        TermError: it is not a list with one reward per sample.
     """
     if inspect.iscoroutine(returned):
         returned.close()  # which nobody awaits
@@ -380,7 +380,8 @@ def check_signature(
     """Checks that a reward of this signature can be called.
 
     Args:
-        source: of the prompts; columns: theirs, beside the prompt.
+        source: names the prompts in an error.
+        columns: the prompts' columns, without the prompt's own.
 
     Raises:
         DataError: it needs a column that is not there.

@@ -17,7 +17,7 @@ and would be given what is printed."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a process users' code shares with the training."""
+    """The state of the process that users' code shares with the training."""
 
     folder: str
     streams: tuple[Any, Any]

@@ -311,7 +311,7 @@ class _Episode:
 
 
 class _WaitingEpisode(_Episode):
-    """The same where any of the methods is a coroutine function."""
+    """An `_Episode` for classes with a method that is a coroutine function."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
         return _extended(prompt, await _awaited(self._bound_reset(prompt, columns)()))

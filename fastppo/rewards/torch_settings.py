@@ -17,7 +17,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """What of torch users' code shares with the training."""
+    """The state of torch that users' code shares with the training."""
 
     random: torch.Tensor
     random_of_gpu: torch.Tensor | None
@@ -26,7 +26,7 @@ class TorchSettings:
     grad: bool
     threads: int
     precision: str
-    """Of matrix products in fp32."""
+    """`torch.get_float32_matmul_precision()`."""
     attention: tuple[bool, ...]
     """Whether each of `ATTENTION` may be used."""
     autocast: tuple[tuple[bool, torch.dtype], ...]

@@ -43,7 +43,7 @@ FIRST_PAUSE = 0.5
 """Seconds before a request is sent again for the first time."""
 
 LONGEST_PAUSE = 30.0
-"""Seconds."""
+"""Seconds between two requests at most."""
 
 TOKEN = "FASTPPO_REWARD_TOKEN"
 """Environment variable with a bearer token, which is sent over https alone."""
@@ -53,11 +53,11 @@ BUSY = (408, 429, 500, 502, 503, 504)
 
 
 class RequestError(RuntimeError):
-    """A reward server gave no rewards: says why."""
+    """A reward server gave no rewards; the message says why."""
 
 
 class URLReward:
-    """A reward that is asked for by HTTP.
+    """A reward from a server, by HTTP.
 
     Args:
         url: https://…, or http://….
@@ -69,7 +69,7 @@ class URLReward:
     """
 
     has_timeout = True
-    """It keeps to its time by itself."""
+    """It limits the time of its own requests, so nobody else has to limit that of its calls."""
 
     def __init__(self, url: str, *, batch_size: int = 32, timeout: float | None = None) -> None:
         self.url = url

@@ -55,8 +55,8 @@ class Sampling:
     place: tuple[int, int] | None = None
     """(first row, rows): which rows of a larger batch the prompts are."""
     seed: int | None = None
-    """Of what is drawn, for engines that have `draws_by_row`; None takes one from torch's global
-    CPU generator."""
+    """Seed of the draws, for engines with `draws_by_row`; None takes one from torch's global CPU
+    generator."""
 
     @property
     def is_restricted(self) -> bool:
@@ -68,7 +68,7 @@ class Sampling:
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
 
     def shortened(self, max_new_tokens: int) -> Sampling:
-        """The same sampling with at most so many tokens."""
+        """A copy with at most so many tokens."""
         return replace(self, max_new_tokens=min(max_new_tokens, self.max_new_tokens))
 
 
@@ -96,15 +96,14 @@ class Rollout:
     rewards: list[list[float]] | None = None
     """Each [tokens that the policy wrote], reward units: what an environment paid."""
     turns: list[list[dict[str, Any]]] | None = None
-    """Of each episode of an environment its turns from the first that the policy reads, for people
+    """The turns of each episode of an environment, from the first that the policy reads, for people
     to read: `role` (prompt, policy, environment, or that of a message, such as system), `text`, and
     the `reward` of a turn of the policy."""
     calls: list[list[str]] | None = None
-    """Of each episode of an environment with tools what became of the policy's calls: `answered`,
-    `unknown`, `malformed` or `raised`."""
-
+    """The outcomes of the tool calls of each episode: `answered`, `unknown`, `malformed` or
+    `raised`."""
     versions: list[int] | None = None
-    """Of each response the weights that drew it, as the engine counts them."""
+    """[B] number of the weights that drew each response, as the engine counts them."""
 
     @property
     def lengths(self) -> list[int]:

@@ -169,11 +169,12 @@ class FixedShapes:
 
 
 class _Memory:
-    """What a step reads and writes: its addresses stay, its contents are a batch's.
+    """The tensors that a step reads and writes. Graphs hold their addresses, so each batch fills
+    them anew and replaces none.
 
     Slots are the rows that are decoded; of several slots `row` says which of the batch's rows each
-    is. `next`, `positions`, `mask` and `live` are of slots, all else is of the batch's rows. Column
-    `tokens` of the record is read by nobody: ended rows write there.
+    is. `next`, `positions`, `mask` and `live` are indexed by slot, all else by the batch's row. The
+    record has one column more than `tokens`, which is never read: rows that have ended write there.
     """
 
     def __init__(self, policy: LanguageModel, rows: int, tokens: int, *, has_values: bool) -> None:

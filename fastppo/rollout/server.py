@@ -81,10 +81,10 @@ NOT_FOUND = (
 """Ends the sentence on an address that a server does not have."""
 
 CLOSED = "the rollout engine was closed"
-"""Ends a call of `generate` that goes on meanwhile."""
+"""The error of a call of `generate` that is under way when the engine is closed."""
 
-GONE = "it has not the weights any more"
-"""Of a server that was started again, or is away."""
+GONE = "it no longer has the weights"
+"""Said of a server that was restarted or does not answer."""
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 """Options that a server may have defaults for, from the model's generation config."""
@@ -96,10 +96,10 @@ class Handover(NamedTuple):
     version: int
     """Counts handovers."""
     name: str
-    """That no other handover has, of this run or another."""
+    """Unique among the handovers of all runs."""
     directory: Path
     is_lora: bool
-    """Whether it has adapters alone."""
+    """Whether it holds adapters only."""
 
 
 class ServerEngine(RolloutEngine):
@@ -130,7 +130,7 @@ class ServerEngine(RolloutEngine):
         self.directory = directory.resolve()
         self.concurrency = batch_size or CONCURRENCY
         self.name = secrets.token_hex(4)
-        """Of this process's handovers, before their version."""
+        """Prefix of the names of this process's handovers."""
         self.version = 0
         self.handover: Handover | None = None
         self._closing = threading.Event()
@@ -198,8 +198,8 @@ class ServerEngine(RolloutEngine):
                 return [choices[row] for row in range(len(requests))]
         missing = len(requests) - len(choices)
         raise RolloutError(
-            f"{missing} of {len(requests)} responses were asked for {ROUNDS} times in vain "
-            f"({failure})"
+            f"no answer to {missing} of {len(requests)} requests in {ROUNDS} rounds; the last "
+            f"failure: {failure}"
         )
 
     def _server_of(self, row: int) -> Server:
@@ -207,8 +207,8 @@ class ServerEngine(RolloutEngine):
 
     @torch.no_grad()
     def weights_changed(self, policy: Any) -> None:
-        """Writes the weights where the servers find them, in place of those before. The servers are
-        told when they are asked next: one that is away at the end of an update does not end it."""
+        """Writes the weights to the shared directory and deletes the previous ones. Servers load
+        them before their next request, so one that is down at the end of an update ends no run."""
         self.version += 1
         name = f"{self.name}-{self.version:06}"
         handover = Handover(
@@ -227,8 +227,7 @@ class ServerEngine(RolloutEngine):
         self.handover = handover
 
     def close(self) -> None:
-        """Ends the drawing that goes on in another thread: it waits for no server any more, and
-        sends no further request."""
+        """Makes a call of `generate` in another thread stop waiting for servers and raise."""
         self._closing.set()
         self._closing = threading.Event()
 
@@ -254,7 +253,7 @@ class Server:
         self._open = make_opener().open
         self._base_model = ""
         self._adapter_name = ""
-        """Of the adapters that it has of us."""
+        """Name of the adapters that this run has loaded into the server."""
 
     def take(self, handover: Handover, closing: threading.Event) -> None:
         """Has the server take the weights, unless it has them; waits for one that is away.
@@ -393,7 +392,7 @@ def _protocol(server: str) -> Iterator[None]:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{server} answers as none of vLLM does ({reason})") from error
+        raise ValueError(f"{server} does not answer as vLLM does ({reason})") from error
 
 
 def _pause(closing: threading.Event) -> None:

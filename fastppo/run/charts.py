@@ -19,7 +19,7 @@ class Run(NamedTuple):
     samples: list[dict[str, Any]]
     config: dict[str, Any]
     parts: list[dict[str, Any]]
-    """Of each start of the run: when, device, versions; see `fastppo.run.log`."""
+    """One entry for each start of the run: when, device, versions; see `fastppo.run.log`."""
 
 
 class Chart(NamedTuple):
@@ -33,7 +33,7 @@ class Chart(NamedTuple):
     series: list[dict[str, Any]]
     """label, values, and what is special: right, joined."""
     range: list[float] | None = None
-    """Of the left axis; None fits it to the curves."""
+    """The left axis; None fits it to the curves."""
 
 
 Groups = list[tuple[str, list[Chart]]]

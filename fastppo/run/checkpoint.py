@@ -46,7 +46,7 @@ CHECKPOINTS_KEPT = 2
 NAME = re.compile(r"^checkpoint-\d+$")
 
 STATE_DTYPES = (torch.float32, torch.float64, torch.uint8)
-"""Of an optimiser's state; the last of codes of 8 bits."""
+"""Dtypes of an optimiser's state; uint8 holds the codes of 8-bit moments."""
 
 
 UNREADABLE = (
@@ -61,7 +61,7 @@ UNREADABLE = (
     UnpicklingError,
     json.JSONDecodeError,
 )
-"""Errors on what no run has written, though its manifest agrees with it."""
+"""What reading raises where a file agrees with the manifest and no run has written it."""
 
 
 class CheckpointError(RuntimeError):
@@ -117,13 +117,13 @@ def resumable(
     allowed: bool,
     say: Callable[[str], None],
 ) -> manifest.Newest | None:
-    """The newest whole checkpoint, if there is one. The user is told of damaged ones, and of what
-    is not as it was.
+    """The newest whole checkpoint, if there is one. `say` gets a sentence for each damaged one, and
+    for each difference between the runs that is allowed.
 
     Args:
-        run: the identity of the run that goes on from it.
-        essential: the options whose difference makes it another run.
-        allowed: whether another run may go on from it.
+        run: the identity of the run that resumes from it.
+        essential: options that must be the same in both runs.
+        allowed: whether they may differ all the same (`allow_config_change`).
 
     Raises:
         DamagedError: there are checkpoints, and none is whole.
@@ -233,7 +233,8 @@ def finish(
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises ValueError where what is read of a checkpoint is not what a run writes."""
+    """Turns the errors of reading a file with unexpected contents into a ValueError that names the
+    checkpoint."""
     try:
         yield
     except UNREADABLE as error:

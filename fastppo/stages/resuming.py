@@ -31,7 +31,7 @@ COUNTS = (
     "eval_steps",
     "save_steps",
 )
-"""Of Trainer's state: whole numbers."""
+"""Fields of Trainer's state that are whole numbers."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's states of a weight, as torch names them."""
@@ -47,7 +47,7 @@ def check_files(path: Path, number: int) -> None:
         number: of the checkpoint, steps.
 
     Raises:
-        ValueError: one is missing, or is none that Trainer writes.
+        ValueError: a file is missing, or Trainer does not write such a file.
     """
     for name in READ:
         if not (path / name).is_file():

@@ -116,7 +116,7 @@ def row_limit(model: Any, max_length: int | None) -> int | None:
 
 
 class Encoded(Protocol):
-    """Encoded rows of a stage: `Demonstrations` or `Comparisons`."""
+    """The encoded rows of a stage: `Demonstrations` or `Comparisons`."""
 
     @property
     def examples(self) -> list[Any]:
@@ -263,7 +263,7 @@ class SupervisedTrainer(Trainer, ABC):
 
     @abstractmethod
     def items(self, batch: dict[str, Tensor]) -> float:
-        """What the loss is a mean over."""
+        """How many items of the batch have a loss, by which its sum is divided."""
 
     @abstractmethod
     def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
@@ -275,8 +275,8 @@ class SupervisedTrainer(Trainer, ABC):
 
     @abstractmethod
     def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with nothing that counts in the loss. A process that has no row of a batch runs
-        it all the same, because the others wait for it."""
+        """The batch with no item that has a loss: what a process runs that has no row of a batch,
+        because sharded models need every process in each pass."""
 
     def own_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         """This process's rows of a batch, collated."""
@@ -505,7 +505,7 @@ def _sharded_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 class RankArguments(TrainingArguments):
-    """Trainer's arguments on a GPU that is not the first."""
+    """Trainer's arguments with the process's own device: Trainer would take the first GPU."""
 
     own_device: torch.device | None = None
 

@@ -140,7 +140,7 @@ class _Softmax(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Where a block is worked on."""
+    """The buffers that a block is computed in."""
 
     logits: Any
     """[BLOCK] as they are in memory, where the gradient may be written over them."""
@@ -149,7 +149,7 @@ class _Room(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Of a row, fp64 but for the maxima; what belongs to the reference is 0 without one."""
+    """The statistics of a row, fp64 but for the maxima; the reference's are 0 without one."""
 
     maximum: float
     ref_maximum: float
@@ -885,7 +885,7 @@ def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
 
 
 def _room(logits: Tensor) -> _Room:
-    """Of one thread."""
+    """The buffers of one thread."""
     in_memory = torch.empty(BLOCK, dtype=BITS[logits.dtype])
     return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32))
 

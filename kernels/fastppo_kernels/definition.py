@@ -84,7 +84,7 @@ def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> records.StatsRows:
-    """Of [N, V] or [B, T, V], whose rows all count; differentiable in the logits."""
+    """The statistics of logits [N, V] or [B, T, V], all rows of which count; differentiable."""
     log_p = log_softmax(logits, softmax)
     normalizers = normalizer(logits, softmax)
     column = tokens[:, None]
@@ -257,7 +257,7 @@ def ppo_loss(
     *,
     ref_logits: Tensor | None = None,
 ) -> records.PPORows:
-    """Of [N, V] or [B, T, V], with the gradient."""
+    """The loss of logits [N, V] or [B, T, V], with its gradient."""
     x = logits.detach().requires_grad_()
     total, rows = loss(x, per_token, objective, softmax, ref_logits)
     return rows._replace(grad=torch.autograd.grad(total, x)[0])

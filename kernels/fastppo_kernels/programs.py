@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Program(NamedTuple):
-    """Of which a launch has many. What a kernel does not use is left at its default."""
+    """The size of a kernel's programs. What a kernel does not use is left at its default."""
 
     num_warps: int
     loads: int = 1
-    """Of 16 bytes, that a thread issues before it needs the first."""
+    """Loads of 16 bytes that a thread issues before it needs the first."""
     block: int = 0
     """Elements that it takes at once."""
     steps: int = 1
@@ -23,8 +23,8 @@ class Program(NamedTuple):
     resident: int | None = None
     """How many of them a multiprocessor gets, where each has more than one row or block to take."""
     registers: int | None = None
-    """Of a thread, named to ptxas; left to itself, it takes 64 to 212 of them in the row kernels,
-    and sometimes spills to get below a limit of its own."""
+    """Registers of a thread, named to ptxas; left to itself, it takes 64 to 212 of them in the row
+    kernels, and sometimes spills to get below a limit of its own."""
     source: str = "counts"
 
 

@@ -28,10 +28,10 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance (Ziegler et al. 2019)."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
-"""Those on the sampled token; the other one, "full", reads the whole distribution."""
+"""The estimators on the sampled token; the other one, "full", reads the whole distribution."""
 
 RATIO_WEIGHTED = ("k1", "k3")
-"""Those that the ratio makes unbiased: over tokens of π_old, the mean of ratio·k1 and that of
+"""The estimators that the ratio makes unbiased: over tokens of π_old, the means of ratio·k1 and of
 ratio·k3 are KL(π‖reference), and the means of their gradients its gradient. k2 is biased however it
 is weighted; the full KL samples no token."""
 

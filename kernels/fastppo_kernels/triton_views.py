@@ -188,11 +188,11 @@ reference's or the gradient's lie differently against 16 bytes: with as many as 
 elements, their addresses alone would fill the registers."""
 
 REGISTERS = 65536
-"""Of a multiprocessor. With those of a thread, which the launch names, they say how many programs
-run on it."""
+"""Registers of a multiprocessor: with those of a thread, which the launch names, they say how many
+programs run on it."""
 
 CACHE_SHARE = 0.7
-"""Of the second-level cache, for rows that wait for their second sweep."""
+"""Share of the second-level cache for rows that wait for their second sweep."""
 
 UNCUT = 2**31 - 1
 """The inner axis of [N, V]: more rows than there can be. As a value, and an odd one, so that both

@@ -95,7 +95,7 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
         (
             (["w1", "w2"], ["w3 <eos>", "w3 <eos> <pad> <pad>"]),
             {},
-            "responses: response 1 goes on .*2 of 4: cut it",
+            "responses: response 1 continues .*2 of 4: cut it",
         ),
         (([[4]], [[7, 1, 1]]), {}, "response 0 .* token 2 of 3: .* pass masks"),
         (([], []), {}, "at least one, got 0 prompts and 0 responses"),

@@ -21,7 +21,7 @@ def preset_options(name: str) -> dict[str, Any]:
     """The options of a preset, for `PPOConfig(**preset_options(name), …)`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no preset of that name.
     """
     scalars.choice("preset", name, PRESETS)
     return yaml.safe_load(files(__name__).joinpath(f"{name}.yaml").read_text("utf-8"))
