@@ -65,7 +65,7 @@ PRESET = {
         "help": "a method's options, which --config and flags win over: sao",
     }
 }
-"""Of the commands that take PPO's options."""
+"""The flag of the commands that take PPO's options."""
 
 COMMANDS: dict[str, Command] = {}
 """By name, in the order of the help."""
@@ -75,8 +75,8 @@ COMMANDS: dict[str, Command] = {}
 class Command:
     """Decorates a function, which becomes the command of its name.
 
-    The function is called with the options, or where the command has no option class with the
-    arguments that no flag took; flags are keywords.
+    The function gets the flags as keywords. Before them it gets the options, where the command has
+    an option class, or with `takes_more` the arguments that no flag took.
     """
 
     help: str
@@ -166,7 +166,7 @@ def _count(text: str) -> int:
         "--iterations": {"type": int, "help": "PPO iterations (default: 40)"},
     },
 )
-def demo(arguments: list[str], **flags: Any) -> None:
+def demo(**flags: Any) -> None:
     from fastppo.demo.run import run_demo
 
     _quiet_libraries()
@@ -239,7 +239,7 @@ def recipe(
         "--reward": {"metavar": "TEXT", "help": "a model, file.py:function or an address"},
     },
 )
-def init(arguments: list[str], out: str = ".", **answers: str) -> None:
+def init(out: str = ".", **answers: str) -> None:
     from rich.console import Console
 
     from fastppo.init import write_run
@@ -349,7 +349,7 @@ def check(config: Any) -> None:
         "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
     },
 )
-def export(arguments: list[str], checkpoint: str, out: str, device: str = "auto") -> None:
+def export(checkpoint: str, out: str, device: str = "auto") -> None:
     from fastppo.ppo.checkpoints import export_checkpoint
 
     _quiet_libraries()
@@ -423,7 +423,7 @@ def generate(config: Any) -> None:
         "--output": {"metavar": "FILE", "help": "the page (default: report.html in the run)"},
     },
 )
-def report(arguments: list[str], run: str, output: str | None = None) -> None:
+def report(run: str, output: str | None = None) -> None:
     from fastppo.run.report import write_report
 
     print(write_report(run, output))
@@ -556,7 +556,7 @@ class Parsed(NamedTuple):
     options: Any
     """Its options, or the arguments that no flag took."""
     flags: dict[str, Any]
-    """Those that are no options."""
+    """The flags that are no options, by name."""
     config_file: str | None = None
 
 
@@ -721,12 +721,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parsed: Parsed) -> int:
-    """Runs a command; its exit code. With options, it has nothing that exits of itself."""
+    """Runs a command; its exit code. A command with options never exits by itself."""
+    command = parsed.command
     try:
-        return parsed.command.run(parsed.options, **parsed.flags) or 0
+        if command.options or command.takes_more:
+            return command.run(parsed.options, **parsed.flags) or 0
+        return command.run(**parsed.flags) or 0
     except SystemExit as ended:
-        if parsed.command.options and not ended.code:
-            raise RuntimeError("something that was called has exited before the end") from ended
+        if command.options and not ended.code:
+            raise RuntimeError("a library or a user's function called exit()") from ended
         raise
 
 
