@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastppo.rewards.settings import Settings, copy_consoles, restore_consoles
+from fastppo.rewards.settings import Settings
 from fastppo.stopped import Stopped
 
 LONGEST_MESSAGE = 500
@@ -85,13 +85,10 @@ class CallOptions:
             from fastppo.rewards.torch_settings import TorchSettings
 
             before.append(TorchSettings.now())
-        consoles = copy_consoles()
         try:
             yield
         finally:
-            changed = restore_consoles(consoles)
-            for settings in before:
-                changed += settings.restore()
+            changed = [what for settings in before for what in settings.restore()]
             for what in changed:
                 sentence = f"{name} changed {what}, which is put back after each call"
                 if sentence not in self.said:

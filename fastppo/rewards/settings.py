@@ -6,13 +6,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-
-CONSOLES = (1, 2)
-"""Descriptors of stdout and stderr. The next file that is opened takes the number of a closed one,
-and would be given what is printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +34,6 @@ class Settings:
             sys.stdout = self.streams[0]
             sys.stderr = self.streams[1]
         return changed
-
-
-def copy_consoles() -> dict[int, int]:
-    """Copies of the descriptors of stdout and stderr, which `restore_consoles` closes."""
-    copies = {}
-    for console in CONSOLES:
-        with suppress(OSError):  # the process was started without it
-            copies[console] = os.dup(console)
-    return copies
-
-
-def restore_consoles(copies: dict[int, int]) -> list[str]:
-    """Puts back what was closed or redirected since it was copied; its names."""
-    changed = []
-    for console, copy in copies.items():
-        with suppress(OSError):  # the copy was closed too
-            if not _is_open(console) or not os.path.sameopenfile(console, copy):
-                changed.append(f"file descriptor {console}")
-            os.dup2(copy, console)
-            os.close(copy)
-    return changed
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def _working_directory() -> str:
