@@ -36,10 +36,27 @@ METADATA_NAMES = frozenset(
         "torch.serialization._get_layout",
         "torch.Size",
         "pathlib.PosixPath",
-        "pathlib._local.PosixPath",  # as Python 3.13 writes it
     }
 )
 """What the pickle in `shards/.metadata` may name, besides torch's dtypes."""
+
+
+def _memory_format(enumeration: type, name: str) -> Any:
+    """A member of the one enumeration that metadata holds.
+
+    Raises:
+        UnpicklingError: it is another attribute or another object's, which getattr would return.
+    """
+    if enumeration is not metadata._MEM_FORMAT_ENCODING or name not in enumeration.__members__:
+        raise pickle.UnpicklingError(f"its metadata would call builtins.getattr for {name!r:.99}")
+    return enumeration.__members__[name]
+
+
+OTHER_PYTHONS_NAMES = {
+    "builtins.getattr": _memory_format,  # Python 3.11.2 writes an enumeration's member so
+    "pathlib._local.PosixPath": pathlib.PosixPath,  # Python 3.13
+}
+"""What it also names where another version of Python wrote it, and what is read in its place."""
 
 
 class Read(NamedTuple):
@@ -191,10 +208,13 @@ class _Reader(FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name in OTHER_PYTHONS_NAMES:
+            return OTHER_PYTHONS_NAMES[full_name]
         dtype = getattr(torch, name, None) if module == "torch" else None
-        if f"{module}.{name}" in METADATA_NAMES or isinstance(dtype, torch.dtype):
+        if full_name in METADATA_NAMES or isinstance(dtype, torch.dtype):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its metadata would call {module}.{name}")
+        raise pickle.UnpicklingError(f"its metadata would call {full_name}")
 
 
 @contextmanager
