@@ -65,7 +65,6 @@ class TrainingRun:
         with self._surroundings():
             self._begin()
             metrics = self._iterations()
-            self.checkpoints.finish()
             stopped_by = self.stop_request.stop
             ended_early = self.state.iteration < self.config.iterations
             if stopped_by and ended_early and not self.state.watch.stopped_by:
@@ -110,8 +109,8 @@ class TrainingRun:
         self.trainer.self_check(self.trainer.prompts)
 
     def _iterations(self) -> dict[str, float]:
-        """Iterates to the end, or until the watch, a callback or a signal stops it; the last
-        metrics."""
+        """Iterates to the end, or until the watch, a callback or a signal stops it, and writes the
+        last checkpoint; the last metrics."""
         first = self.state.iteration
         end = self.config.iterations
         metrics: dict[str, float] = {}
@@ -157,6 +156,7 @@ class TrainingRun:
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
                     raise self._stopped_by(self.evaluation_error) from self.evaluation_error
+        self.checkpoints.finish()  # if it fails, that is why the run ended
         if self.state.iteration < end:
             log.ended(self._why_ended())
         return metrics

@@ -21,6 +21,8 @@ from transformers import (
 from fastppo.data.world import World
 from fastppo.ppo.config import PPOConfig
 from fastppo.run.callbacks import Arguments, Callbacks
+from fastppo.run.checkpoint import CheckpointError
+from fastppo.run.log import why_ended
 from runs import make_trainer, records
 
 
@@ -110,6 +112,21 @@ def test_a_callback_ends_the_run_which_is_written_all_the_same(
     resumed = make_trainer(tmp_path, iterations=2, resume=True)
     resumed.train()
     assert [line["iteration"] for line in records(resumed)] == [0, 1]
+
+
+def test_a_run_that_fails_at_its_last_checkpoint_does_not_say_that_a_callback_ended_it(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "run" / "checkpoint-000001"
+
+    class Spoils(TrainerCallback):
+        def on_step_end(self, _: Any, __: Any, control: TrainerControl, **___: Any) -> None:
+            place.symlink_to("nowhere")  # which no directory can replace
+            control.should_training_stop = True
+
+    with pytest.raises(CheckpointError, match=r"could not be written: .*Not a directory"):
+        make_trainer(tmp_path, callbacks=[Spoils()]).train()
+    assert why_ended(tmp_path / "run") == ""
 
 
 def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
