@@ -5,7 +5,6 @@ can tell (that weights are complete, that prompts fit the context) is checked la
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,9 +22,9 @@ from fastppo.data.rows import (
 )
 from fastppo.data.shards import shards_of
 from fastppo.functional import scalars
-from fastppo.functional.scalars import shown
 from fastppo.integrations.addresses import is_address
 from fastppo.models.names import (
+    check_device_name,
     check_model_name,
     check_tokenizer_files,
     check_weight_files,
@@ -44,9 +43,6 @@ from fastppo.rewards.reading import (
 from fastppo.rewards.reward import check_signature
 from fastppo.run.directory import check_no_run
 
-DEVICES = "auto, cpu, cuda, cuda:1, …"
-DEVICE = r"auto|cpu|cuda(:\d+)?"
-
 
 def check_train(config: Any) -> None:
     """Of `fastppo train`; every check here raises ValueError with the option's name."""
@@ -61,10 +57,7 @@ def check_train(config: Any) -> None:
     if not config.resume:
         check_no_run(config.output_dir)
     check_packages(config)
-    if re.fullmatch(DEVICE, config.device) is None:
-        raise ValueError(
-            f"device must be {DEVICES}, got {shown(config.device)}, which is not supported"
-        )
+    check_device_name(config.device)
     check_models(config)  # late: a name may be asked of the hub
     check_saved(config)
     context = context_of(config.model)

@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_named(
 
 def test_a_device_that_is_not_supported_is_refused(folder: Folder) -> None:
     said = _refused(folder.flags(device="xpu"))
-    assert "device must be auto, cpu, cuda, cuda:1, …, got 'xpu', which is not supported" in said
+    assert "device must be auto, cpu, cuda, cuda:1, …, got 'xpu'" in said
 
 
 @pytest.mark.slow

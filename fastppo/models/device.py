@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-DEVICES = "auto, cpu, cuda, cuda:1, …"
+from fastppo.models.names import check_device_name
 
 
 def choose_device(name: str) -> torch.device:
@@ -22,19 +22,15 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: no device of that name is there.
     """
+    check_device_name(name)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be {DEVICES}, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be {DEVICES}, got {name!r}, which is not supported")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"
         )
-    return device
+    return torch.device(name)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,13 +1,16 @@
-"""The names of models, a directory or a name of the hub, checked before torch is imported."""
+"""The names of models, a directory or a name of the hub, and of devices, checked before torch is
+imported."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastppo.data.files import MissingPathError
 from fastppo.data.rows import is_missing_path
+from fastppo.functional.scalars import shown
 
 HUB_SECONDS = 10.0
 """In which the hub says whether it has a model. Loading asks five times, with pauses."""
@@ -18,6 +21,15 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """And one with weights one of these."""
+
+DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
+"""`auto`, and names that torch has for the devices that are computed on."""
+
+
+def check_device_name(name: str) -> None:
+    """Raises ValueError for a name of no device, or of none that FastPPO computes on."""
+    if DEVICE_NAME.fullmatch(name) is None:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {shown(name)}")
 
 
 def check_model_name(name: str, what: str = "model") -> None:

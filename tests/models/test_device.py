@@ -26,7 +26,14 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gpus", "device"),
-    [("auto", 0, CPU), ("auto", 1, GPU), ("cpu", 2, CPU), ("cuda:1", 2, torch.device("cuda", 1))],
+    [
+        ("auto", 0, CPU),
+        ("auto", 1, GPU),
+        ("cpu", 2, CPU),
+        ("cpu:0", 2, torch.device("cpu", 0)),
+        ("cuda", 2, GPU),
+        ("cuda:1", 2, torch.device("cuda", 1)),
+    ],
 )
 def test_a_device_is_taken_by_its_name_and_auto_is_a_gpu_if_there_is_one(
     name: str, gpus: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -38,14 +45,23 @@ def test_a_device_is_taken_by_its_name_and_auto_is_a_gpu_if_there_is_one(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gpu", "device must be auto, cpu, cuda, cuda:1, …, got 'gpu'"),
+        ("gpu", "device must be auto, cpu, cuda, cuda:1, …, got 'gpu'$"),
+        ("mps", "device must be auto, cpu, cuda, cuda:1, …, got 'mps'$"),
+        ("cpu:1", "device must be auto, cpu, cuda, cuda:1, …, got 'cpu:1'$"),
+        ("cuda:01", "device must be auto, cpu, cuda, cuda:1, …, got 'cuda:01'$"),
         ("cuda:2", "device=cuda:2: torch .* sees 2 GPUs here"),
+        ("cuda:256", "device=cuda:256: torch .* sees 2 GPUs here"),  # torch takes it for cuda:0
     ],
 )
 def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match=says):
         choose_device(name)
+
+
+def test_a_run_takes_a_device_by_each_of_its_names(run) -> None:
+    code, said = run(device="cpu:0")
+    assert code == 0, said
 
 
 @pytest.mark.parametrize(
