@@ -47,9 +47,6 @@ from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import lay_out, prepare
 from fastppo.run.options import read_yaml
 
-SMOOTH = 5
-"""Iterations of which a point is the mean."""
-
 HOLE = 10.0
 """Nats per response: no policy that earns gold is this far from the base."""
 
@@ -124,6 +121,8 @@ class Task:
     """What is printed, and its digits. By the first the settings are compared."""
     seconds: float
     seeds: range
+    smooth: int = 5
+    """Iterations of which a point is the mean."""
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -139,6 +138,7 @@ TASKS = {
         seconds=30,
         # Above those that the method was made on.
         seeds=range(301, 311),
+        smooth=3,
     ),
     "key-and-door": Task(
         config=key_and_door,
@@ -216,8 +216,8 @@ def print_tables(task: Task, runs: dict[str, list[Records]], seconds: float) -> 
         label: np.array(
             [
                 [
-                    *at_seconds(records, compared, points, SMOOTH),
-                    *column(records, compared, SMOOTH)[ends],
+                    *at_seconds(records, compared, points, task.smooth),
+                    *column(records, compared, task.smooth)[ends],
                 ]
                 for records in of_seeds
             ]
@@ -230,10 +230,10 @@ def print_tables(task: Task, runs: dict[str, list[Records]], seconds: float) -> 
     for label, of_seeds in runs.items():
         rows[label] = [cell(values, task.metrics[compared]) for values in by_seed[label].T]
         for name in others:
-            at_the_end = (column(records, name, SMOOTH)[-1] for records in of_seeds)
+            at_the_end = (column(records, name, task.smooth)[-1] for records in of_seeds)
             rows[label].append(cell(at_the_end, task.metrics[name]))
         if "kl" in others:
-            lost = sum(column(records, "kl", SMOOTH)[-1] > HOLE for records in of_seeds)
+            lost = sum(column(records, "kl", task.smooth)[-1] > HOLE for records in of_seeds)
             rows[label].append(str(lost))
         rows[label].append(cell((float(len(records)) for records in of_seeds), 0))
     if "kl" in others:
@@ -270,10 +270,10 @@ def draw(task: Task, runs: dict[str, list[Records]], seconds: float, path: Path)
             if name == explained:
                 fewest = min(map(len, records))
                 x = np.arange(fewest, dtype=float)
-                lines = np.array([column(each, name, SMOOTH)[:fewest] for each in records])
+                lines = np.array([column(each, name, task.smooth)[:fewest] for each in records])
             else:
                 x = np.linspace(0.05 * seconds, seconds, 60)
-                lines = np.array([at_seconds(each, name, x, SMOOTH) for each in records])
+                lines = np.array([at_seconds(each, name, x, task.smooth) for each in records])
             (line,) = axis.plot(x, lines.mean(0), linewidth=1.8, label=label)
             error = lines.std(0) / len(lines) ** 0.5
             low = lines.mean(0) - error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import pytest
 
 from benchmarks.studies import critic, recipe_curves
 from fastppo.recipes.catalogue import Recipe
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "benchmarks" / "results" / "studies"
 
 
 def test_the_curves_of_a_recipe_are_those_of_its_seeds_and_earlier_ones_stay(
@@ -52,6 +57,44 @@ def test_the_critic_of_each_task_is_as_its_setting_says_and_no_other_setting_has
         ("demo", "critic, AdamW"): False,
         ("smollm2-sentiment", "PPO"): True,
     }
+
+
+def _curves_of_the_demo() -> dict[str, list[Any]]:
+    """The records of each setting, by seed."""
+    seeds = json.loads((STUDIES / "critic.json").read_text())
+    return {
+        label: [_records(curves[label]) for curves in seeds]
+        for label in critic.TASKS["demo"].settings
+    }
+
+
+def _curves_of_key_and_door() -> dict[str, list[Any]]:
+    runs = json.loads((STUDIES / "credit-key-and-door.json").read_text())["runs"]
+    return {label: [_records(curves) for curves in seeds] for label, seeds in runs.items()}
+
+
+def _records(curves: Any) -> list[dict[str, float]]:
+    """A run's records, of a list of them or of a list to each metric."""
+    if isinstance(curves, list):
+        return curves
+    iterations = range(len(curves["processor_seconds"]))
+    return [{name: curves[name][i] for name in curves if curves[name]} for i in iterations]
+
+
+@pytest.mark.parametrize(
+    ("name", "curves"), [("demo", _curves_of_the_demo), ("key-and-door", _curves_of_key_and_door)]
+)
+def test_the_curves_that_are_kept_give_the_rewards_on_the_page(
+    name: str, curves: Callable[[], dict[str, list[Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    task = critic.TASKS[name]
+    critic.print_tables(task, curves(), task.seconds)
+    lines = capsys.readouterr().out.splitlines()
+    for label in task.settings:
+        (row,) = [line for line in lines if re.match(rf"\| {label} \| [01]\.\d+ ± ", line)]
+        rewards = " | ".join(row.split(" | ")[:4])
+        assert f"{rewards} |" in page
 
 
 @pytest.mark.slow
