@@ -50,6 +50,18 @@ def check_prompts(rows: Rows, column: str, source: str) -> None:
         DataError: a row without the column, an empty prompt or one of another type, with the row's
             number; a column with a name that rewards have for something else.
     """
+    check_columns(rows, column, source)
+    for number, row in enumerate(rows, 1):
+        check_prompt(row.get(column), f"{source}, row {number}")
+
+
+def check_columns(rows: Rows, column: str, source: str) -> list[str]:
+    """The columns besides the prompt's.
+
+    Raises:
+        DataError: the first row has no prompt; a column has a name that rewards have for something
+            else.
+    """
     check_prompt_column(rows[0], column, source)
     names = column_names(rows, column)
     for reserved in RESERVED_COLUMNS:
@@ -57,8 +69,7 @@ def check_prompts(rows: Rows, column: str, source: str) -> None:
             raise DataError(
                 f"{source}: no column may be called {reserved!r}, an argument that every reward has"
             )
-    for number, row in enumerate(rows, 1):
-        check_prompt(row.get(column), f"{source}, row {number}")
+    return names
 
 
 def encode_prompts(
@@ -78,9 +89,8 @@ def encode_prompts(
         DataError: a row without the column, an empty prompt, one of another type, or one that is
             too long, each with the row's number.
     """
-    check_prompts(rows, column, source)
     prompts = Prompts([], [])
-    names = column_names(rows, column)
+    names = check_columns(rows, column, source)
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)

@@ -33,6 +33,16 @@ def test_a_bad_row_is_refused_with_its_number(row, says) -> None:
         encode_prompts([{"prompt": "w1"}, row], tiny.tokenizer(), max_prompt_tokens=8)
 
 
+def test_a_prompt_is_checked_once_where_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    for module in ("chat", "prompts"):
+        monkeypatch.setattr(
+            f"fastppo.data.{module}.check_prompt", lambda prompt, where: checked.append(where)
+        )
+    encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=8)
+    assert checked == ["prompts, row 1", "prompts, row 2"]
+
+
 def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named_with_it() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("☃", "")
