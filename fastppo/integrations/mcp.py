@@ -31,11 +31,19 @@ except ImportError:  # its name in version 1
 START_TIMEOUT = 30.0
 """Seconds in which a server has said which tools it has."""
 
-LINES = logging.getLogger("mcp.client.stdio")
-"""Where the package logs, with a traceback, each line of a server that is no message."""
-
 TAKEN = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
 """Names that mean something else in a class of tools."""
+
+
+class _InWords(logging.Filter):
+    """Holds back what the package logs, with a traceback, of each line of a server that is no
+    message: the error of a server that is refused says it in words."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Failed to parse JSONRPC message" not in record.getMessage()
+
+
+logging.getLogger("mcp.client.stdio").addFilter(_InWords())
 
 
 def load_environment(command: str) -> type:
@@ -46,13 +54,11 @@ def load_environment(command: str) -> type:
     """
     server = Server(command)
     tools = server.tools()
-    if not tools:
-        raise DataError(f"{command}: the MCP server has no tools")
-    for tool in tools:
-        if tool["name"] in TAKEN or tool["name"].startswith("_"):
-            raise DataError(
-                f"{command}: the MCP server's tool {tool['name']!r} has a name that is taken"
-            )
+    try:
+        _check_tools(command, tools)
+    except DataError:
+        server.close()
+        raise
 
     def reset(self: Any) -> None:
         """The prompt is read as it is."""
@@ -90,11 +96,15 @@ class Server:
         self._portal: BlockingPortal | None = None
         self._session: ClientSession
         self._tools: list[dict[str, Any]] = []
-        self._is_told = False
-        """Whether it was said that the server writes what is no message."""
+        self._is_readable = True
+        """Whether each line of the server was a message."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """What the server lists, as the protocol has it; starts it."""
+        """What the server lists, as the protocol has it; starts it.
+
+        Raises:
+            DataError: there is no server, or it does not answer as the protocol has it.
+        """
         self._started()
         return self._tools
 
@@ -130,32 +140,41 @@ class Server:
         if self._portal is None:
             try:
                 self._start()
-            except (OSError, MCPError, TimeoutError) as error:
-                self._open.close()
-                reason = str(error) or f"no list of its tools within {START_TIMEOUT:g} s"
+            except (OSError, MCPError, TimeoutError, RuntimeError, ValueError) as error:
+                # The last two are of an answer that is not as the protocol has it.
+                self.close()
+                reason = str(error).partition("\n")[0]
+                reason = reason or f"no list of its tools within {START_TIMEOUT:g} s"
+                if not self._is_readable:
+                    reason += "; it writes to stdout what is no message, and logs belong on stderr"
                 raise DataError(f"{self.command} does not start an MCP server: {reason}") from error
         assert self._portal is not None
         return self._portal
 
     def _start(self) -> None:
-        LINES.addFilter(self._as_sentence)
-        self._open.callback(LINES.removeFilter, self._as_sentence)
         portal = self._open.enter_context(start_blocking_portal())
         enter = portal.wrap_async_context_manager
         read, write = self._open.enter_context(enter(stdio_client(self.parameters)))
-        self._session = self._open.enter_context(enter(ClientSession(read, write)))
+        session = ClientSession(read, write, message_handler=self._message)
+        self._session = self._open.enter_context(enter(session))
         self._tools = portal.call(_list_tools, self._session)
         self._portal = portal
 
-    def _as_sentence(self, record: logging.LogRecord) -> bool:
-        """Makes a sentence, which is said once, of what the package logs."""
-        record.msg = (
-            f"{self.command} writes to stdout what is no message of MCP; its logs belong on stderr"
-        )
-        record.exc_info = None
-        is_first = not self._is_told
-        self._is_told = True
-        return is_first
+    async def _message(self, message: Any) -> None:
+        """Takes what answers no call: a line that is no message comes as the exception on it."""
+        if isinstance(message, Exception):
+            self._is_readable = False
+
+
+def _check_tools(command: str, tools: list[dict[str, Any]]) -> None:
+    """Raises DataError where there are none, or one whose name means something else."""
+    if not tools:
+        raise DataError(f"{command}: the MCP server has no tools")
+    for tool in tools:
+        if tool["name"] in TAKEN or tool["name"].startswith("_"):
+            raise DataError(
+                f"{command}: the MCP server's tool {tool['name']!r} has a name that is taken"
+            )
 
 
 async def _list_tools(session: ClientSession) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,9 +111,38 @@ def test_a_server_that_is_gone_stops_the_run(make: Any, tokenizer: Any) -> None:
     ("names", "says"),
     [("", "the MCP server has no tools"), ("_secret", "tool '_secret' has a name that is taken")],
 )
-def test_a_server_whose_tools_cannot_be_used_is_refused(names: str, says: str) -> None:
+def test_a_server_whose_tools_cannot_be_used_is_refused_and_ended(
+    names: str, says: str, tmp_path: Path
+) -> None:
+    server = f"{sys.executable} {SERVER} --only {names}"
     with pytest.raises(DataError, match=says):
-        load_environment(f"{COMMAND} --only {names}")
+        load_environment(f"mcp:{_told(server, tmp_path)}")
+    _has_ended(tmp_path)
+
+
+def test_a_server_that_answers_as_no_protocol_has_it_is_refused_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "answers.py").write_text(
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    request = json.loads(line)\n"
+        "    answer = {'jsonrpc': '2.0', 'id': request.get('id'), 'result': {'tools': 7}}\n"
+        "    print(json.dumps(answer), flush=True)\n"
+    )
+    command = _told(f"{sys.executable} {tmp_path / 'answers.py'}", tmp_path)
+    with pytest.raises(DataError, match=r"not start an MCP server: .*validation error") as told:
+        load_environment(f"mcp:{command}")
+    assert "\n" not in str(told.value)
+    _has_ended(tmp_path)
+
+
+def _told(command: str, folder: Path) -> str:
+    """The command, which writes the number of its process into a folder."""
+    return f"sh -c 'echo $$ > {folder / 'process'}; exec {command}'"
+
+
+def _has_ended(folder: Path) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "process").read_text()), 0)
 
 
 @pytest.mark.parametrize("command", ["no-such-program", f"{sys.executable} -c pass"])
@@ -128,10 +159,21 @@ def test_a_command_that_says_something_else_is_a_sentence_in_time(
         "import time\nfor _ in range(3):\n    print('Hello.', flush=True)\ntime.sleep(60)\n"
     )
     command = f"{sys.executable} {tmp_path / 'talks.py'}"
-    with pytest.raises(DataError, match="start an MCP server: no list of its tools within 2 s"):
+    says = (
+        "start an MCP server: no list of its tools within 2 s; it writes to stdout what is no mess"
+    )
+    with pytest.raises(DataError, match=says):
         load_environment(f"mcp:{command}")
-    (record,) = caplog.records
-    assert record.message.startswith(f"{command} writes to stdout what is no message")
-    assert record.exc_info is None
+    assert not caplog.records
     with pytest.raises(DataError, match="expected mcp:COMMAND, got no command"):
         load_environment("mcp:")
+
+
+@pytest.mark.usefixtures("make")  # while a server runs
+def test_only_what_the_package_logs_of_a_line_that_is_no_message_is_held_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("mcp.client.stdio")
+    log.error("Failed to parse JSONRPC message from server")
+    log.warning("MCP server process %d is still alive", 7)
+    assert [record.message for record in caplog.records] == ["MCP server process 7 is still alive"]
