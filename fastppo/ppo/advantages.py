@@ -37,6 +37,12 @@ COMPLETE_RETURNS = ("sequence", *CRITIC_FREE)
 GROUP_EPS = 1e-4
 """Added to a group's deviation, in units of the reward; TRL's value."""
 
+ROUNDING = 1e-5
+"""Advantages of this size and below, in units of the reward, are taken for rounding: where all
+responses earn the same and the policy is still the reference, the KL of a few 1e-6 nats is all that
+differs between them. An optimiser that divides by the size of the gradient would take a whole step
+in its direction."""
+
 
 class BatchAdvantages(NamedTuple):
     """Advantages and returns of a batch, packed [N] fp32."""
@@ -123,10 +129,15 @@ def make_advantages(
         estimates = _turn_advantages(rewarded, options)
     else:
         estimates = _token_advantages(rewarded, options)
-    if options.whiten_advantages == "variance" and len(estimates.advantages) > 1:
-        scale = (estimates.advantages.var() + WHITEN_EPSILON).rsqrt()
-        return estimates._replace(advantages=estimates.advantages * scale)
-    return estimates
+    advantages = estimates.advantages
+    if options.whiten_advantages == "full":
+        size = estimates.spread
+    else:
+        size = advantages.square().mean().sqrt()
+    if options.whiten_advantages == "variance" and len(advantages) > 1:
+        advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
+    # Not `size > ROUNDING`: what is no number stays to be seen.
+    return estimates._replace(advantages=torch.where(size <= ROUNDING, 0.0, advantages))
 
 
 def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
@@ -207,10 +218,12 @@ def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
         )
     groups = rewards.view(-1, count)
     above = groups - groups.mean(dim=1, keepdim=True)
+    deviation = groups.std(dim=1, keepdim=True)
+    above = torch.where(deviation <= ROUNDING, 0.0, above)
     if options.advantage == "rloo":
         above = above * (count / (count - 1))
     else:
-        above = above / (groups.std(dim=1, keepdim=True) + GROUP_EPS)
+        above = above / (deviation + GROUP_EPS)
     return above.flatten()
 
 

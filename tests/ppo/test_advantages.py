@@ -11,7 +11,7 @@ from tiny import random_batch
 
 from fastppo.models.policy import BatchEvaluation
 from fastppo.ppo.advantages import BatchAdvantages, make_advantages
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.rewards.scorer import Scores
 from runs import experience_of, make_trainer, perturb, records
@@ -126,6 +126,47 @@ def test_part_of_a_group_is_refused() -> None:
     options = {"samples_per_prompt": 3, "rollout_batch_size": 12, "minibatches": 1}
     with pytest.raises(ValueError, match=r"the 3 responses to a prompt.*got 4 responses"):
         _of_groups("rloo", **options)
+
+
+@pytest.mark.parametrize("whitening", ["none", "full", "variance"])
+@pytest.mark.parametrize("kind", ["gae", "sequence", "turn_gae", "reinforce", "rloo"])
+def test_rounding_is_no_advantage(kind: str, whitening: str, tmp_path: Path) -> None:
+    """All responses earn nothing and the policy is the reference, but for what sums in another
+    order make of its logprobs: Adam's step in their direction is as long as any other, and one of
+    them can take from a model what it knows."""
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[lambda prompts, completions: [0.0] * len(completions)],
+        advantage=kind,
+        vf_coef=0.0 if kind in CRITIC_FREE else 0.5,
+        whiten_advantages=whitening,
+        samples_per_prompt=2,
+        kl_coef=0.1,
+    )
+    before = [weight.detach().clone() for weight in trainer.model.causal_lm.parameters()]
+    metrics = trainer.train()
+    assert metrics["advantage_std"] < 1e-5
+    after = trainer.model.causal_lm.parameters()
+    assert all(torch.equal(weight, start) for weight, start in zip(after, before, strict=True))
+
+
+def test_a_group_that_earns_the_same_has_no_advantages_whatever_others_earn() -> None:
+    scores = torch.tensor([1.0, 1.0, 0.5, 2.0])
+    reference = GROUPED_OLD.logprobs + torch.linspace(-1e-6, 1e-6, 8)
+    for kind in ("rloo", "group"):
+        advantages = _of_groups(kind, scores, ref=reference, kl_coef=0.1).advantages
+        assert (advantages == 0).tolist() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("whitening", ["none", "variance"])
+def test_advantages_that_are_all_the_same_are_no_rounding(whitening: str) -> None:
+    same = Scores(torch.full((4,), 3.0))
+    assert (_of_groups("reinforce", same.last, whiten_advantages=whitening).advantages > 1).all()
+
+
+def test_what_is_no_number_is_no_rounding() -> None:
+    rewards = Scores(torch.tensor([1.0, torch.nan, 0.5]))
+    assert _made("gae", rewards=rewards, whiten_advantages="full").advantages.isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["gae", "sequence"])
