@@ -761,8 +761,8 @@ def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
 
 
 @compiled
-def _kept(x, stats, token, softmax, i):
-    """The statistics of a row from a `StatsRows`."""
+def _saved_statistics(x, stats, token, softmax, i):
+    """The statistics of a row that the forward pass saved in a `StatsRows`."""
     maximum = F32(stats.normalizer[i, 0] * softmax.unit)
     log_total = np.float64(stats.normalizer[i, 1])
     shifted = np.float64(_score(x, token, softmax) - maximum) * _scales(softmax, i)[0]
@@ -785,11 +785,11 @@ def _kept(x, stats, token, softmax, i):
 
 @kernel
 def _loss_rows(
-    start, stop, room, rows, ref_rows, token, loss, softmax, row_stats, terms, moves, grad
+    start, stop, room, rows, ref_rows, token, loss, softmax, row_stats, terms, has_gradient, grad
 ):
-    """Of rows that count: (logprob, entropy, KL) to row_stats [3, N], what they add to each of
-    `SUMS` to terms [N, len(SUMS)], whether a row has a gradient to moves [N]; and the gradient of
-    all to `grad`, where that has columns."""
+    """Rows start to stop of the loss. Written of the rows that count: (logprob, entropy, KL) to
+    row_stats [3, N], what they add to each of `SUMS` to terms [N, len(SUMS)], and to has_gradient
+    [N]; of all rows the gradient to `grad`, where that has columns."""
     for i in range(start, stop):
         if token.weights[i] == 0:
             clear(_row(grad, i))
@@ -805,10 +805,10 @@ def _loss_rows(
         of_token = _terms(logprob, of_row.entropy, kl, policy, ratio, token, loss, i)
         for k in range(len(of_token)):
             terms[i, k] = of_token[k]
-        moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
-        if moves[i]:
-            into = _row(grad, i)
-            _row_gradient(x, ref_rows, room, of_row, into, token.tokens[i], by, softmax, i)
+        has_gradient[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
+        if has_gradient[i]:
+            grad_row = _row(grad, i)
+            _row_gradient(x, ref_rows, room, of_row, grad_row, token.tokens[i], by, softmax, i)
         else:
             clear(_row(grad, i))
 
@@ -846,9 +846,9 @@ def _gradient_rows(start, stop, room, rows, ref_rows, tokens, softmax, by, stats
             clear(_row(grad, i))
             continue
         x = _row(rows, i)
-        into = _row(grad, i)
-        of_row = _kept(x, stats, tokens[i], softmax, i)
-        _row_gradient(x, ref_rows, room, of_row, into, tokens[i], of_loss, softmax, i)
+        grad_row = _row(grad, i)
+        of_row = _saved_statistics(x, stats, tokens[i], softmax, i)
+        _row_gradient(x, ref_rows, room, of_row, grad_row, tokens[i], of_loss, softmax, i)
 
 
 # ----------------------------------------------------------------------------------- the operations
@@ -921,12 +921,12 @@ def _codes(objective: Objective) -> Objective:
 
 
 class _Pass(NamedTuple):
-    """What a pass over rows leaves beside the gradient."""
+    """The results of a pass over rows, beside the gradient."""
 
     sums: Tensor
     statistics: Tensor
     """[3, N] fp32: logprobs, entropy, KL."""
-    moves: Tensor
+    has_gradient: Tensor
     """[N] bool: which rows have a gradient."""
 
 
@@ -942,7 +942,7 @@ def _loss_pass(
     count = per_token.tokens.numel()
     row_stats = np.zeros((3, count), np.float32)
     terms = np.zeros((count + 1, len(SUMS)))
-    moves = np.zeros(count, np.bool_)
+    has_gradient = np.zeros(count, np.bool_)
     if objective.kl_estimator != "full":
         ref_logits = None
     in_threads(
@@ -955,7 +955,7 @@ def _loss_pass(
         _numbers(softmax),
         row_stats,
         terms,
-        moves,
+        has_gradient,
         _rows(grad, logits),
         entries=logits.numel(),
         room=functools.partial(_room, logits),
@@ -963,7 +963,7 @@ def _loss_pass(
     of_tokens = torch.from_numpy(terms)
     sums = of_tokens.sum(0)
     sums[RATIO_MAX] = of_tokens[:, RATIO_MAX].max()  # NaN, if one is
-    return _Pass(sums.float(), torch.from_numpy(row_stats), torch.from_numpy(moves))
+    return _Pass(sums.float(), torch.from_numpy(row_stats), torch.from_numpy(has_gradient))
 
 
 def ppo_loss(
@@ -1008,14 +1008,14 @@ def chunk_ppo_loss(
     done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
     logprobs, entropy, kl = done.statistics
     chunk = PPORows(done.sums, logprobs, entropy, kl)
-    moving = int(done.moves.sum())
-    if moving == 0:
+    count = int(done.has_gradient.sum())
+    if count == 0:
         return chunk, None
-    size = min(len(logits), -(-moving // GEMM_ROWS) * GEMM_ROWS)
+    size = min(len(logits), -(-count // GEMM_ROWS) * GEMM_ROWS)
     if size == len(logits):
         return chunk._replace(grad=logits), None
-    still = done.moves.logical_not().nonzero()[: size - moving]
-    live = torch.cat([done.moves.nonzero(), still]).squeeze(-1).sort().values
+    fillers = done.has_gradient.logical_not().nonzero()[: size - count]
+    live = torch.cat([done.has_gradient.nonzero(), fillers]).squeeze(-1).sort().values
     for place, row in enumerate(live.tolist()):  # upwards: no row is written over that is yet to go
         if place != row:
             logits[place] = logits[row]
@@ -1079,7 +1079,7 @@ def token_stats_backward(
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:
             row[:] = derivative.numpy()
-    kept: list[Any] = [x.detach().numpy() for x in stats]
+    stats_arrays: list[Any] = [x.detach().numpy() for x in stats]
     in_threads(
         _gradient_rows,
         tokens.numel(),
@@ -1088,7 +1088,7 @@ def token_stats_backward(
         tokens.contiguous().numpy(),
         _numbers(softmax),
         by,
-        StatsRows(*kept),
+        StatsRows(*stats_arrays),
         _rows(grad, logits),
         entries=logits.numel(),
         room=functools.partial(_room, logits),
