@@ -4,6 +4,7 @@ full disk, another config. docs/survival.md says the same in words."""
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastppo import cli
+from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run import manifest
 from fastppo.run.events import NAME
 from fastppo.run.log import read_jsonl
@@ -350,25 +352,37 @@ def test_a_signal_ends_the_phase_at_hand_writes_a_checkpoint_and_says_so(
 
 
 ENDS = {
-    "stopped by SIGINT": ({}, 130),
-    "kl = ": ({"stop_if": "kl > -1000"}, 1),
-    "every prompt is solved (solved_reward)": ({"solved_reward": -1}, 0),
+    "stopped by SIGINT": ({}, "os.kill(os.getpid(), signal.SIGINT)", 130),
+    "kl = ": ({"stop_if": "kl > -1000"}, "", 1),
+    "every prompt is solved (solved_reward)": ({"solved_reward": -1}, "", 0),
+    "reward 'count' raised ZeroDivisionError": ({}, "1 / 0", 1),
+    "out of memory in score: the process has no more": ({}, "", 1),
 }
+"""By the reason: options, what the reward does in the second iteration, and the exit code."""
 
 
 @pytest.mark.parametrize("reason", ENDS)
-def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> None:
+def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run, monkeypatch) -> None:
     """On the console, in its records and its report, and where it goes on."""
-    options, expected = ENDS[reason]
-    if not options:
-        folder.write_reward("calls == 2 and os.kill(os.getpid(), signal.SIGINT)")
+    options, act, expected = ENDS[reason]
+    if act:
+        folder.write_reward(f"calls == 2 and {act}")
+    if "memory" in reason:
+        score = PPOTrainer.score
+
+        def score_once(trainer: PPOTrainer, *args: Any) -> Any:
+            if trainer.state.iteration == 1:
+                raise MemoryError
+            return score(trainer, *args)
+
+        monkeypatch.setattr(PPOTrainer, "score", score_once)
     folder.prompts.write_text('{"prompt": "w1"}\n')
     code, said = run(iterations=3, **options)
     assert code == expected
     assert reason in said
     assert "callback" not in said
     assert reason in read_jsonl(folder.run / "parts.jsonl")[0]["ended"]
-    report = (folder.run / "report.html").read_text()
+    report = html.unescape((folder.run / "report.html").read_text())
     assert f"Ended after 1 of 3 iterations: {reason}" in report
     _, said = run(iterations=3, **options, resume=True, allow_config_change=True)
     assert f"checkpoint-000001, whose run had ended: {reason}" in said

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,26 +64,36 @@ class TrainingRun:
         `PPOTrainer.train`."""
         with self._surroundings():
             self._begin()
-            metrics = self._iterations()
-            stopped_by = self.stop_request.stop
-            ended_early = self.state.iteration < self.config.iterations
-            if stopped_by and ended_early and not self.state.watch.stopped_by:
-                if self.state.iteration:
-                    self._write_report()
-                raise Stopped(stopped_by, self.checkpoints.how_far())
-            self.trainer.save_policy(self.run_dir / "policy")
-            best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
-            if best is not None:
-                self.trainer.say(f"policy-best is the policy of {best.name}")
-            self._write_report()
-            self.callbacks.tell("on_train_end")
+            log = self._open_log()
+            with self._why_failed(log), self.world.answering():
+                metrics = self._iterations(log)
+                stopped_by = self.stop_request.stop
+                if stopped_by and self._is_short and not self.state.watch.stopped_by:
+                    if self.state.iteration:
+                        self._write_report()
+                    raise Stopped(stopped_by, self.checkpoints.how_far())
+                self._write_results()
         self.state.raise_if_stopped(self.run_dir)
-        if ended_early:
+        if self._is_short:
             self.trainer.say(
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
                 f"{self._why_ended()}"
             )
         return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
+
+    def _write_results(self) -> None:
+        """The policy, the best one where it is kept, and the report."""
+        self.trainer.save_policy(self.run_dir / "policy")
+        best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
+        if best is not None:
+            self.trainer.say(f"policy-best is the policy of {best.name}")
+        self._write_report()
+        self.callbacks.tell("on_train_end")
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether iterations are left."""
+        return bool(self.state.iteration < self.config.iterations)
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
@@ -108,21 +118,39 @@ class TrainingRun:
             self.trainer.say(line)
         self.trainer.self_check(self.trainer.prompts)
 
-    def _iterations(self) -> dict[str, float]:
-        """Iterates to the end, or until the watch, a callback or a signal stops it, and writes the
-        last checkpoint; the last metrics."""
-        first = self.state.iteration
-        end = self.config.iterations
-        metrics: dict[str, float] = {}
+    def _open_log(self) -> SharedLog:
         log = SharedLog(
             self.world,
             self.run_dir,
             self.config,
             callbacks=self.callbacks,
-            first=first,
+            first=self.state.iteration,
             device=device_name(self.trainer.device),
         )
         self.trainer.notes += log.notes
+        return log
+
+    @contextmanager
+    def _why_failed(self, log: SharedLog) -> Iterator[None]:
+        """An error in the block is written to the records and the report."""
+        try:
+            yield
+        except Exception as error:
+            log.failed(error)
+            if self.world.is_main and self.state.iteration:
+                with suppress(OSError, ValueError):  # the run's error is the one to tell
+                    write_report(self.run_dir)
+            if isinstance(error, RolloutError):
+                how_far = f"stopped{self.checkpoints.how_far()}"
+                raise RolloutError(f"{error}; {how_far}") from error
+            raise
+
+    def _iterations(self, log: SharedLog) -> dict[str, float]:
+        """Iterates to the end, or until the watch, a callback or a signal stops it, and writes the
+        last checkpoint; the last metrics."""
+        first = self.state.iteration
+        end = self.config.iterations
+        metrics: dict[str, float] = {}
         bar = progress("PPO", self.trainer.console, total=end, completed=first)
         with bar as show:
             self.callbacks.begin(first)
@@ -136,18 +164,17 @@ class TrainingRun:
                     restore_random_state(random_state_before)
                     self.out_of_prompts = str(ended)
                     break
-                except RolloutError as error:
+                except RolloutError:
                     # After a part of an update there is nothing to save: a resumed run begins at
                     # the last checkpoint.
                     if self.state.optimizer_step == steps_before:
                         restore_random_state(random_state_before)
                         self.checkpoints.finish()
-                    raise self._stopped_by(error) from error
+                    raise
                 except FloatingPointError as error:
                     # No checkpoint: half of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
                     log.metrics(self.state.iteration, skipped, [f"stopped: {error}"])
-                    self._write_report()
                     raise
                 show(completed=self.state.iteration, status=status(metrics))
                 by_callback = self.callbacks.step_ended()
@@ -155,9 +182,9 @@ class TrainingRun:
                 self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
-                    raise self._stopped_by(self.evaluation_error) from self.evaluation_error
+                    raise self.evaluation_error
         self.checkpoints.finish()  # if it fails, that is why the run ended
-        if self.state.iteration < end:
+        if self._is_short:
             log.ended(self._why_ended())
         return metrics
 
@@ -168,9 +195,6 @@ class TrainingRun:
         if self.stop_request.stop:
             return f"stopped by {signal.Signals(self.stop_request.stop).name}"
         return self.out_of_prompts or "a callback asked for it"
-
-    def _stopped_by(self, error: RolloutError) -> RolloutError:
-        return RolloutError(f"{error}; stopped{self.checkpoints.how_far()}")
 
     def _is_over(self) -> bool:
         crossed = bool(self.state.watch.stopped_by)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,13 @@ class SharedLog:
 
     def ended(self, reason: str) -> None:
         self.world.first(lambda: self._log.ended(reason))
+
+    def failed(self, error: Exception) -> None:
+        """As `ended`, of an error, which some ranks may not have met: so nobody waits for them, and
+        what cannot be written hides no error."""
+        if self.world.is_main:
+            with suppress(OSError, RuntimeError, ValueError):
+                self._log.ended(str(error) or type(error).__name__)
 
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False

@@ -15,7 +15,7 @@ import torch
 
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import RolloutError
-from fastppo.run.log import read_jsonl
+from fastppo.run.log import read_jsonl, why_ended
 from fastppo.run.report import write_report
 from runs import make_trainer, records
 
@@ -154,6 +154,7 @@ def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_t
     monkeypatch.setattr(parts, "evaluate", fail_after_updates)
     with pytest.raises(RolloutError, match=r"it is gone; stopped after 2 of 3 .*checkpoint-000002"):
         parts.train()
+    assert why_ended(parts.config.output_dir) == "it is gone"
     resumed = _trainer(tmp_path / "parts", **options, resume=True)
     resumed.train()
     rewards = [

@@ -126,7 +126,7 @@ def test_a_run_that_fails_at_its_last_checkpoint_does_not_say_that_a_callback_en
 
     with pytest.raises(CheckpointError, match=r"could not be written: .*Not a directory"):
         make_trainer(tmp_path, callbacks=[Spoils()]).train()
-    assert why_ended(tmp_path / "run") == ""
+    assert "checkpoint-000001 could not be written" in why_ended(tmp_path / "run")
 
 
 def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
