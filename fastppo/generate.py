@@ -19,6 +19,7 @@ from rich.text import Text
 from fastppo.data.chat import decode_completions
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import Rows
+from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
@@ -173,7 +174,8 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
             table.add_row(*cells)
     console.print(table)
 
-    means = Table(title=f"{len(policies[0].texts)} completions each", title_justify="left")
+    title = counted(len(policies[0].texts), "completion")
+    means = Table(title=title + " each" * (len(policies) > 1), title_justify="left")
     means.add_column("mean")
     for policy in policies:
         means.add_column(Text(policy.name), justify="right", overflow="fold")

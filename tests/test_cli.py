@@ -423,7 +423,7 @@ def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeyp
     assert cli.main(["check", *_flags(inputs | {"kl_coef": "0.1"})]) == 0
     shown = capsys.readouterr().out
     assert f"prompts.jsonl, {len(tiny.PROMPTS)} rows with prompt, wanted" in shown
-    assert f"to {len(tiny.PROMPTS)} prompts, some of" in shown
+    assert f"to {len(tiny.PROMPTS)} prompts, with repetition" in shown
     assert "LlamaForCausalLM" in shown
     assert "kl_coef=0.1" in shown
     assert not Path("runs").exists()
@@ -442,7 +442,7 @@ def test_check_of_a_run_that_goes_on_leaves_it_as_it_is(inputs, capsys) -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        ("returns_one", "returned float; expected a list of 1 floats"),
+        ("returns_one", "returned float; expected a list of 1 float"),
         ("parses", "rewards.py, line 14, in"),
     ],
 )
@@ -557,9 +557,9 @@ def test_what_a_run_says_where_there_is_no_terminal(tmp_path: Path) -> None:
         "run      iterations 1 to 2, ",
         f"writes   {folder.run}",
         "before training: held out: reward ",
-        "iteration 0: held out: reward ",
-        "PPO 1/2",
         "iteration 1: held out: reward ",
+        "PPO 1/2",
+        "iteration 2: held out: reward ",
         "report  ",
     ]
     lines = iter(done.stderr.splitlines())

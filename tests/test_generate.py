@@ -100,6 +100,9 @@ def test_the_table_shows_completions_and_means(two, reward, tmp_path) -> None:
         assert shown in text, shown
     assert "(cut off)" in text
     assert "ended by EOS" in text
+    assert "1 completion each" in text
+    alone = _config(tmp_path, models=two[:1], num_samples=2)
+    assert re.search(r"\n2 completions *\n", _shown(*generate(alone), alone))
 
 
 def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tmp_path) -> None:

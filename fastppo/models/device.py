@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastppo.functional.scalars import counted
 from fastppo.models.names import check_device_name
 
 
@@ -28,7 +29,8 @@ def choose_device(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"
+            f"device={name}: torch {torch.__version__} sees "
+            f"{counted(torch.cuda.device_count(), 'GPU')} here"
         )
     return torch.device(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastppo.functional.scalars import counted
 from fastppo.models.device import device_name
 
 
@@ -34,6 +35,7 @@ def banner(trainer: Any) -> list[str]:
     turns = trainer.player.max_turns
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     left = f"iterations {first} to {config.iterations}"
+    responses = counted(config.rollout_batch_size, "response")
     if first > config.iterations:
         left = f"all {config.iterations} iterations are done"
     return [
@@ -41,6 +43,6 @@ def banner(trainer: Any) -> list[str]:
         f"model    {name}: {count:,} parameters with its values, {trained:,} trained",
         f"prompts  {prompts}",
         f"rewards  {rewards}",
-        f"run      {left}, {config.rollout_batch_size} responses of at most {longest} tokens each",
+        f"run      {left}, {responses} of at most {longest} tokens each",
         f"writes   {config.output_dir}",
     ]

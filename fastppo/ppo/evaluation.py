@@ -89,7 +89,7 @@ class Evaluation:
             is_best["eval/greedy/"] = best.take(metrics["eval/greedy/reward"], greedy=True)
         for prefix in self._prefixes("eval/"):
             trainer.say(
-                f"iteration {trainer.state.iteration}: {_line(metrics, prefix)}"
+                f"iteration {trainer.state.iteration + 1}: {_line(metrics, prefix)}"
                 + (", the best so far" if is_best[prefix] else "")
             )
         log.samples(trainer.state.iteration, samples, held_out=True)

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fastppo.data.prompts import check_prompts
 from fastppo.data.rows import Rows, column_names
+from fastppo.functional.scalars import counted
 from fastppo.integrations.addresses import load_prompts
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.prompt_numbers import column_numbers
@@ -157,7 +158,9 @@ def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
     ]
     if config.eval_prompts:
         held_out = _data(config.eval_prompts, rows.held_out)
-        lines.append(("held out", f"{held_out}; every {config.eval_interval} iterations"))
+        lines.append(
+            ("held out", f"{held_out}; every {counted(config.eval_interval, 'iteration')}")
+        )
     weights = config.reward_weights or [1.0] * len(config.rewards)
     for spec, weight in zip(config.rewards, weights, strict=False):
         lines.append(("reward", spec if weight == 1 else f"{weight:g} × {spec}"))
@@ -165,22 +168,25 @@ def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
         lines.append(("ensemble", ", ".join(config.reward_ensemble)))
     lines += [("monitored", spec) for spec in config.monitor_rewards]
     if config.environment:
-        lines.append(("environment", f"{config.environment}, {config.max_turns} turns at most"))
-    asked = f"{config.prompts_per_iteration} prompts"
+        lines.append(
+            ("environment", f"{config.environment}, {counted(config.max_turns, 'turn')} at most")
+        )
+    asked = counted(config.prompts_per_iteration, "prompt")
     if 0 < len(rows.prompts or ()) < config.prompts_per_iteration:
-        asked = f"{len(rows.prompts or ())} prompts, some of them more than once"
+        asked = f"{counted(len(rows.prompts or ()), 'prompt')}, with repetition"
     responses = config.iterations * config.rollout_batch_size
     turns = config.max_turns if config.environment else 1
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     lines += [
         (
             "an iteration",
-            f"{config.rollout_batch_size} responses of {longest} tokens at most to "
-            f"{asked}; {config.steps_per_iteration} optimiser steps",
+            f"{counted(config.rollout_batch_size, 'response')} of {longest} tokens at most to "
+            f"{asked}; {counted(config.steps_per_iteration, 'optimiser step')}",
         ),
         (
             "the run",
-            f"{config.iterations} iterations, {config.optimizer_steps} optimiser steps, "
+            f"{counted(config.iterations, 'iteration')}, "
+            f"{counted(config.optimizer_steps, 'optimiser step')}, "
             f"{responses * turns * config.max_new_tokens:,} tokens to draw at most",
         ),
         ("written to", config.output_dir),
@@ -208,4 +214,4 @@ def _architecture(name: str) -> str:
 def _data(source: str, rows: Rows | None) -> str:
     """A file of prompts, and what is in it."""
     columns = list(dict.fromkeys(key for row in rows or () for key in row))
-    return f"{source}, {len(rows or ())} rows with {', '.join(columns)}"
+    return f"{source}, {counted(len(rows or ()), 'row')} with {', '.join(columns)}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import counted, shown
 from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import BestEvaluations
@@ -150,7 +150,7 @@ class RunState:
                 f"gradient, the last one {', '.join(wrong)}; lower the learning rate, or look for "
                 "inf in the rewards or logits"
             )
-        return f"optimiser step {self.optimizer_step}: {', '.join(wrong)}; skipped"
+        return f"optimiser step {self.optimizer_step + 1}: {', '.join(wrong)}; skipped"
 
     @property
     def steps(self) -> Steps:
@@ -177,8 +177,8 @@ class RunState:
             if run_dir is None:
                 raise RunStoppedError(f"stopped: {reasons}")
             raise RunStoppedError(
-                f"stopped after {self.iteration} iterations: {reasons}. A checkpoint, the policy "
-                f"and the report are in {run_dir}"
+                f"stopped after {counted(self.iteration, 'iteration')}: {reasons}. A checkpoint, "
+                f"the policy and the report are in {run_dir}"
             )
 
     def is_warming_up(self, options: PPOConfig) -> bool:

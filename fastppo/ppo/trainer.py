@@ -669,7 +669,7 @@ class PPOTrainer:
         sentences = self.notes + self.state.watch(metrics)
         self.notes = []
         for sentence in sentences:
-            self.warn(sentence, f"iteration {self.state.iteration}: ")
+            self.warn(sentence, f"iteration {self.state.iteration + 1}: ")
         return sentences + [f"stopped: {reason}" for reason in self.state.watch.stopped_by]
 
     def warn(self, warning: str, where: str = "") -> None:

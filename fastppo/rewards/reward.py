@@ -34,7 +34,7 @@ from typing import Any
 
 from fastppo.data.files import write_whole
 from fastppo.data.rows import DataError
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import counted, shown
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
 
 Partial = list[float] | list[tuple[int, float]]
@@ -206,10 +206,12 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         raise TermError(name, str(error)) from error
     if not isinstance(rewards, (list, tuple)):
         raise TermError(
-            name, f"returned {type(returned).__name__}; expected a list of {count} floats"
+            name,
+            f"returned {type(returned).__name__}; expected a list of {counted(count, 'float')}",
         )
     if len(rewards) != count:
-        raise TermError(name, f"returned {len(rewards)} values for {count} completions")
+        values = counted(len(rewards), "value")
+        raise TermError(name, f"returned {values} for {counted(count, 'completion')}")
     totals: list[float] = []
     partial: list[Partial | None] = []
     for row, reward in enumerate(rewards):

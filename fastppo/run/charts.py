@@ -82,7 +82,7 @@ def _panel(
         names = [name for name in names if name != "eval/reward"]  # greedy is the only mode
     if all(name in constants for name in names):
         return None
-    x = [record["iteration"] for record in records]
+    x = [number_of(record) for record in records]
     series = []
     for name in names:
         curve: dict[str, Any] = {
@@ -149,10 +149,15 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
             note="the trained reward and what is only watched",
             unit="reward",
             xlabel="iteration",
-            x=[row["iteration"] for row in rows],
+            x=[number_of(row) for row in rows],
             series=series,
         )
     ]
+
+
+def number_of(record: dict[str, Any]) -> Any:
+    """Of the iteration of a record: a person counts from 1, records from 0."""
+    return record["iteration"] + 1
 
 
 def with_prefix(records: list[dict[str, Any]], prefix: str) -> list[str]:

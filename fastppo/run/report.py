@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastppo.data.files import write_whole
-from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
+from fastppo.functional.scalars import counted
+from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, number_of, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
 from fastppo.run.verdict import critic_verdict, verdict
@@ -125,8 +126,7 @@ def _as_json(chart: Chart) -> dict[str, Any]:
 
 def _header(run: Run) -> list[str]:
     """Lines on what ran, when, for how long and on what."""
-    count = len(run.records)
-    title = f"FastPPO · {count} iteration{'' if count == 1 else 's'}"
+    title = f"FastPPO · {counted(len(run.records), 'iteration')}"
     if run.config.get("model"):
         title += f" · {run.config['model']}"
     seconds = sum(
@@ -208,7 +208,7 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
     kinds: dict[str, list[tuple[int, str]]] = {}
     for record in records:
         for sentence in record.get("warnings") or ():
-            kinds.setdefault(kind_of(sentence), []).append((record["iteration"], sentence))
+            kinds.setdefault(kind_of(sentence), []).append((number_of(record), sentence))
     rows = []
     for warned in kinds.values():
         start, first = warned[0]
@@ -222,13 +222,13 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
 
 def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """A few samples of a few iterations, first and last included."""
-    iterations = sorted({sample["iteration"] for sample in samples})
+    iterations = sorted(set(map(number_of, samples)))
     count = min(SAMPLED_ITERATIONS, len(iterations))
     last = len(iterations) - 1
     places = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
     picked = []
     for place in places:
-        of_iteration = [s for s in samples if s["iteration"] == iterations[place]]
+        of_iteration = [s for s in samples if number_of(s) == iterations[place]]
         picked.append(
             (iterations[place], list(map(_as_chat, of_iteration))[:SAMPLES_PER_ITERATION])
         )

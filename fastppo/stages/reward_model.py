@@ -40,6 +40,7 @@ from transformers import (
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows, shuffled
+from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
 from fastppo.models.pretrained import (
     attention_implementation,
@@ -282,7 +283,8 @@ def train_reward_model(
         held_pairs = sum(len(comparison.pairs) for comparison in data.held_out)
         say(
             console,
-            f"reward model on {len(data.train)} rows, {pairs} pairs; {held_pairs} pairs held out",
+            f"reward model on {counted(len(data.train), 'row')}, {counted(pairs, 'pair')}; "
+            f"{counted(held_pairs, 'pair')} held out",
         )
         peft = adapters_of(model, config, task_type="SEQ_CLS")
         if config.gradient_checkpointing:

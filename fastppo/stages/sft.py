@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows
+from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
 from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
@@ -133,7 +134,7 @@ def train_sft(
         tokens = sum(label != IGNORED for example in data.train for label in example["labels"])
         say(
             console,
-            f"SFT on {len(data.train)} rows, {tokens} tokens with a loss; "
+            f"SFT on {counted(len(data.train), 'row')}, {tokens} tokens with a loss; "
             f"{len(data.held_out)} held out",
         )
         if config.gradient_checkpointing:

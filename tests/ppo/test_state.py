@@ -281,5 +281,5 @@ def test_the_sentence_names_what_was_not_finite() -> None:
     state = RunState.of(PPOConfig())
     state.optimizer_step = 17
     numbers = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
-    assert state.skip_step(numbers) == "optimiser step 17: grad_norm inf; skipped"
+    assert state.skip_step(numbers) == "optimiser step 18: grad_norm inf; skipped"
     assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)

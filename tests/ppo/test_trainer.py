@@ -459,7 +459,7 @@ def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: 
         assert not any("1e+06" in sentence for sentence in line["warnings"])
     assert "no metric 'klx'" in lines[2]["warnings"][-1]
     terminal = console.file.getvalue()
-    assert terminal.count("entropy = 3.") == terminal.count("iteration 0: entropy = 3.") == 1
+    assert terminal.count("entropy = 3.") == terminal.count("iteration 1: entropy = 3.") == 1
     assert terminal.count("rollout=decoder does not decode it") == 1, "what is noted is said once"
     assert "rollout=decoder does not decode it" in lines[0]["warnings"]
 
@@ -483,7 +483,7 @@ def test_a_run_says_what_it_is_before_its_first_iteration(tmp_path: Path) -> Non
 
 def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, stop_if=["entropy > 1"], iterations=5)
-    with pytest.raises(RunStoppedError, match=r"after 1 iterations: entropy = 3\.\d+ > 1"):
+    with pytest.raises(RunStoppedError, match=r"after 1 iteration: entropy = 3\.\d+ > 1"):
         trainer.train()
     run = tmp_path / "run"
     assert (run / "checkpoint-000001").is_dir()

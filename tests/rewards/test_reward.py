@@ -71,7 +71,7 @@ def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int
 @pytest.mark.parametrize(
     ("returned", "says", "saved"),
     [
-        ([1.0], "returned 1 values for 2 completions", 2),
+        ([1.0], "returned 1 value for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
         ([float("inf"), 0.0], "returned inf for completion 0", 1),
         ([1.0, None], "returned None for completion 1", 1),

@@ -276,9 +276,9 @@ def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
     rows = re.findall(r"<tr><td>(.*?)</td><td[^>]*>(.*?)</td></tr>", section)
     help_with_kl = " (see docs/troubleshooting.md, item 5)"
     assert rows == [
-        ("iterations 3 to 6, 3 times", f"kl = 23 &gt; 20 … kl = 26 &gt; 20{help_with_kl}"),
-        ("iteration 4", f"kl = 24 &gt; 22{help_with_kl}"),
-        ("iteration 4", "optimiser step 17: gradient norm nan, &lt;skipped&gt;"),
+        ("iterations 4 to 7, 3 times", f"kl = 23 &gt; 20 … kl = 26 &gt; 20{help_with_kl}"),
+        ("iteration 5", f"kl = 24 &gt; 22{help_with_kl}"),
+        ("iteration 5", "optimiser step 17: gradient norm nan, &lt;skipped&gt;"),
     ]
 
 
