@@ -253,7 +253,7 @@ def init(out: str = ".", **answers: str) -> None:
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
     options="fastppo.stages.options:SFTConfig",
     required=("model", "data"),
-    inputs="check_stage",
+    inputs="check_sft",
 )
 def sft(config: Any) -> None:
     from fastppo.run.progress import say

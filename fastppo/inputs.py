@@ -23,13 +23,9 @@ from fastppo.data.rows import (
 from fastppo.data.shards import shards_of
 from fastppo.functional import scalars
 from fastppo.integrations.addresses import is_address
-from fastppo.models.names import (
-    check_device_name,
-    check_model_name,
-    check_tokenizer_files,
-    check_weight_files,
-    context_of,
-)
+from fastppo.models.kinds import check_causal_lm, check_reward_model
+from fastppo.models.names import check_device_name, check_model_name, context_of, read_config
+from fastppo.ppo.model_files import check_model_files
 from fastppo.ppo.processes import check_context, check_processes
 from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
@@ -59,13 +55,7 @@ def check_train(config: Any) -> None:
     check_packages(config)
     check_device_name(config.device)
     check_models(config)  # late: a name may be asked of the hub
-    check_saved(config)
-    context = context_of(config.model)
-    if context is not None and config.max_new_tokens >= context:
-        raise ValueError(
-            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the context of "
-            f"{context} tokens"
-        )
+    check_model_files(config)
 
 
 def check_packages(config: Any) -> None:
@@ -82,24 +72,6 @@ def check_packages(config: Any) -> None:
         if is_needed and package not in sys.modules and find_spec(package) is None:
             extra = '-e ".[vllm]"' if package == "vllm" else package
             raise ImportError(f"{sentence}: pip install {extra}")
-
-
-def check_saved(config: Any) -> None:
-    """The files of PPO's models and of its reward models, as far as their names say."""
-    check_tokenizer_files(config.model)
-    check_weight_files(config.model)
-    if config.reference_model:
-        check_weight_files(config.reference_model, "reference_model")
-    critic = config.critic_model
-    if critic and critic.endswith(".safetensors"):
-        if not Path(critic).is_file():
-            raise ValueError(f"critic_model {critic}: there is no such file")
-    elif critic:
-        check_weight_files(critic, "critic_model")
-    for spec in (*config.rewards, *config.monitor_rewards, *config.reward_ensemble):
-        if match_function(spec) is None and not URL.match(spec):
-            check_tokenizer_files(spec, "reward")
-            check_weight_files(spec, "reward")
 
 
 def check_plan(
@@ -130,8 +102,14 @@ def check_models(config: Any) -> None:
         check_model_name(config.critic_model, "critic_model")
 
 
+def check_sft(config: Any) -> None:
+    """Of `fastppo sft`."""
+    check_stage(config)
+    check_causal_lm(read_config(config.model), config.model)
+
+
 def check_stage(config: Any) -> None:
-    """Of `fastppo sft` and `reward`."""
+    """Of `fastppo reward`, whose model may be a classifier."""
     check_model_name(config.model)
     check_source(config.data)
     if config.eval_data:
@@ -142,6 +120,7 @@ def check_generate(config: Any) -> None:
     """Of `fastppo generate`."""
     for name in config.models:
         check_model_name(name)
+        check_causal_lm(read_config(name), name)
     sources = [config.prompts] if config.prompts and not is_address(config.prompts) else []
     check_rewards(config.rewards, sources, config.prompt_column)
     check_environment(config.environment, sources, config.prompt_column)
@@ -204,6 +183,7 @@ def check_rewards(specs: Sequence[str], sources: Sequence[str], column: str) -> 
         if match is None:
             if not URL.match(spec):
                 check_model_name(spec, "reward")
+                check_reward_model(read_config(spec), spec)
         elif match["where"].endswith(".py"):
             name = match["name"]
             signature = read_signature(find_definition(match["where"], name, "reward"))

@@ -314,13 +314,30 @@ EARLY = [
     ({"model": "no-weights"}, "model no-weights: no weights are there"),
     ({"model": "no-tokenizer"}, "model no-tokenizer: no tokenizer is there"),
     ({"value_model": "critic", "critic_model": "a.safetensors"}, "critic_model a.safetensors: "),
-    ({"rewards": "no-tokenizer"}, "reward no-tokenizer: no tokenizer is there"),
+    ({"rewards": "unread"}, "reward unread: no tokenizer is there"),
     ({"output_dir": "begun"}, "begun holds a run already: resume it"),
     ({"output_dir": "prompts.jsonl"}, "output_dir prompts.jsonl is a file"),
     ({"output_dir": "prompts.jsonl/a"}, "cannot be made: prompts.jsonl is a file"),
     ({"max_new_tokens": str(tiny.CONTEXT)}, "leaves no room for a prompt in the context of 64"),
     ({"rollout": "vllm"}, "rollout=vllm needs vllm: pip install"),
     ({"device": "xpu"}, "device must be auto, cpu, cuda, cuda:1, …, got 'xpu'"),
+    ({"model": "rm"}, "model rm is a LlamaForSequenceClassification; expected a causal LM"),
+    ({"model": "translator"}, "model translator is an encoder–decoder (t5)"),
+    ({"model": "quantized"}, "model quantized is quantized already"),
+    ({"model": "damaged"}, "model damaged: config.json is not valid JSON"),
+    ({"reference_model": "rm"}, "reference_model rm is a LlamaForSequenceClassification"),
+    ({"reference_model": "other"}, "reference_model other: its tokenizer has another vocabulary"),
+    ({"reference_model": "short"}, "leaves no room for a prompt in the context of 8 tokens"),
+    ({"value_model": "critic", "critic_model": "labels"}, "expected a decoder with one label"),
+    ({"rewards": "sft"}, "reward sft is a LlamaForCausalLM with 2 labels; expected a sequence"),
+    ({"monitor_rewards": "labels"}, "reward labels is a LlamaForSequenceClassification with 3"),
+    ({"stop_token_ids": "-1"}, "stop_token_ids must be >= 0, got -1"),
+    ({"stop_token_ids": "43"}, "stop_token_ids must be in [0, 43), got (43,)"),
+    ({"attn_implementation": "flash_attention_2"}, "needs param_dtype=bfloat16, got float32"),
+    (
+        {"ptx_data": "prompts.jsonl", "ptx_coef": "1", "ptx_block_size": "65"},
+        "ptx_block_size=65 is longer than the context of 64 tokens",
+    ),
 ]
 """Options, and what `fastppo train` says of them."""
 ROWS = [
@@ -329,6 +346,12 @@ ROWS = [
     ({"prompt_weights": "wanted"}, "prompt_weights=wanted, prompt 1: expected a finite number"),
     ({"prompt_order": "hard"}, "prompt_order=hard: no such column of the prompts; there are"),
     ({"max_turns": "4"}, "max_turns has an effect only with environment"),
+    ({"prompts": "chats.jsonl"}, "chats.jsonl, row 2: chat messages, but the tokenizer has no"),
+    ({"eval_prompts": "long.jsonl"}, "long.jsonl, row 1: the prompt has 57 tokens; with"),
+    (
+        {"model": "chat", "prompts": "chats.jsonl", "monitor_rewards": "untold"},
+        "reward untold: chats.jsonl, row 2: chat messages, but the tokenizer has no",
+    ),
 ]
 """What `fastppo check` says besides, as it reads all rows."""
 PLANS = [
@@ -339,6 +362,33 @@ PLANS = [
     ({"processes": "2", "async_steps": "1"}, "2 processes: async_steps=1 is for one process"),
     ({"prompt_tokens": "70"}, "prompts of 70 tokens and responses of 8 are longer than the"),
 ]
+
+
+def _write_other_kinds() -> None:
+    """Models of other kinds than those of the options that name them, and prompts for others."""
+
+    def copy(name: str, **values: object) -> None:
+        shutil.copytree("sft", name)
+        config = json.loads(Path(name, "config.json").read_text())
+        Path(name, "config.json").write_text(json.dumps(config | values))
+
+    copy("translator", is_encoder_decoder=True, model_type="t5")
+    copy("quantized", quantization_config={"quant_method": "bitsandbytes"})
+    copy("short", max_position_embeddings=8)
+    copy("damaged")
+    Path("damaged/config.json").write_text("{")
+    copy("other")
+    tokenizer = Path("other/tokenizer.json")
+    tokenizer.write_text(tokenizer.read_text().replace('"w7"', '"v7"'))
+    tiny.saved_model(Path("chat"), chat=True)
+    tiny.saved_reward_model(Path("rm"))
+    tiny.saved_reward_model(Path("labels"), labels=3)
+    shutil.copytree("rm", "unread", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree("rm", "untold", ignore=shutil.ignore_patterns("chat_template*"))
+    chat = {"prompt": [{"role": "user", "content": "w1"}], "wanted": "w1"}
+    chats = [tiny.PROMPTS[0], chat]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    Path("long.jsonl").write_text(json.dumps({"prompt": "w1 " * 57, "wanted": "w1"}))
 
 
 def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> None:
@@ -352,6 +402,7 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     Path("begun/metrics.jsonl").write_text('{"iteration": 0}\n')
     odd = json.dumps(tiny.PROMPTS[0]) + '\n{"prompt": 5, "wanted": "w1"}\n'
     Path("odd.jsonl").write_text(odd)
+    _write_other_kinds()
     commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
     commands += [["check", *_flags(inputs | options)] for options, _ in ROWS]
     commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
@@ -453,6 +504,21 @@ def test_a_reward_is_tried_before_a_model_is_loaded(reward, says, inputs, capsys
     said = capsys.readouterr().err
     assert says in said
     assert f"expected {reward}(prompts, completions, **columns)" in said
+
+
+@pytest.mark.parametrize("prompts", ["chats.jsonl", "long.jsonl"])
+def test_prompts_are_refused_before_a_model_is_loaded(prompts, inputs, capsys) -> None:
+    """By the sentence of `fastppo check`."""
+    _write_other_kinds()
+    capsys.readouterr()
+    (Path("sft") / "model.safetensors").write_bytes(b"")  # of which nothing loads
+    flags = _flags(inputs | {"prompts": prompts})
+    said = []
+    for command in (["train", *flags, "--device", "cpu"], ["check", *flags]):
+        assert cli.main(command) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"fastppo: {prompts}, row ")
 
 
 def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path, capsys) -> None:

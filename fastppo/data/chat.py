@@ -33,13 +33,18 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
     Raises:
         DataError: there is no template, or it refuses the messages; `where` opens the sentence.
     """
-    if tokenizer.chat_template is None:
-        raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
+    check_chat_template(tokenizer.chat_template is not None, where)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
         # The first is the template's own; the others come of contents that it does not expect.
         raise DataError(f"{where}: the chat template refuses it: {error}") from error
+
+
+def check_chat_template(is_there: bool, where: str) -> None:
+    """Raises DataError for chat messages whose tokenizer has no chat template."""
+    if not is_there:
+        raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
 
 
 def check_prompt(prompt: Any, where: str) -> None:

@@ -72,6 +72,15 @@ def check_columns(rows: Rows, column: str, source: str) -> list[str]:
     return names
 
 
+def check_length(count: int, room: int, where: str) -> None:
+    """Raises DataError for a prompt of more tokens than there is room for."""
+    if count > room:
+        raise DataError(
+            f"{where}: the prompt has {count} tokens; with max_new_tokens beside it the context "
+            f"has room for {room}"
+        )
+
+
 def encode_prompts(
     rows: Rows,
     tokenizer: Any,
@@ -95,11 +104,7 @@ def encode_prompts(
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)
         ids = encode_prompt(prompt, tokenizer, f"{source}, row {number}")
-        if len(ids) > max_prompt_tokens:
-            raise DataError(
-                f"{source}, row {number}: the prompt has {len(ids)} tokens; with max_new_tokens "
-                f"beside it the context has room for {max_prompt_tokens}"
-            )
+        check_length(len(ids), max_prompt_tokens, f"{source}, row {number}")
         prompts.prompts.append(prompt)
         prompts.token_ids.append(ids)
         for name in names:

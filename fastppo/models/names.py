@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastppo.data.files import MissingPathError
 from fastppo.data.rows import is_missing_path
@@ -55,6 +56,10 @@ def check_model_name(name: str, what: str = "model") -> None:
             "whole model"
         )
     if (path / "config.json").exists():
+        try:
+            json.loads((path / "config.json").read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{what} {name}: config.json is not valid JSON: {error}") from error
         return
     if (path / "policy" / "config.json").exists():
         best = path / "policy-best"
@@ -113,22 +118,30 @@ def _check_hub(name: str, what: str) -> None:
         ) from error
 
 
-def _cached_config(name: str) -> Path | None:
-    """The config.json of a model in the hub's cache, if it is there."""
+def _cached_config(name: str, file: str = "config.json") -> Path | None:
+    """A file of a model in the hub's cache, if it is there."""
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json")
+    cached = try_to_load_from_cache(name, file)
     return Path(cached) if isinstance(cached, str) else None
 
 
 def context_of(name: str) -> int | None:
-    """Tokens that a model takes, where its config.json is here or in the hub's cache and says it.
-    That a file is damaged is told where it is loaded."""
-    path = Path(name) / "config.json" if Path(name).exists() else _cached_config(name)
+    """Tokens that a model takes, if its config.json is here or in the hub's cache, and says it."""
+    config = read_config(name)
+    config = config.get("text_config", config)
+    if not isinstance(config, dict):
+        return None
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    return context if isinstance(context, int) else None
+
+
+def read_config(name: str, file: str = "config.json") -> dict[str, Any]:
+    """A file of JSON of a model that is here or in the hub's cache; nothing where it is not here or
+    holds something else, which is told where it is loaded."""
+    path = Path(name) / file if Path(name).exists() else _cached_config(name, file)
     try:
         config = json.loads(path.read_text("utf-8")) if path else {}
-        config = config.get("text_config", config)
-        context = config.get("max_position_embeddings", config.get("n_positions"))
-    except (OSError, ValueError, AttributeError):  # it may be anything
-        return None
-    return context if isinstance(context, int) else None
+    except (OSError, ValueError, RecursionError):  # it may be anything
+        return {}
+    return config if isinstance(config, dict) else {}

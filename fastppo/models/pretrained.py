@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from fastppo.functional.scalars import shown
+from fastppo.models.kinds import check_attention, check_causal_lm, is_a
 from fastppo.models.names import check_model_name, check_tokenizer_files
 
 
@@ -76,11 +77,7 @@ def _sentence(error: Exception) -> str:
 
 def is_sequence_classifier(config: Any) -> bool:
     """Whether a config is of a sequence-classification model, as reward models are."""
-    return _is_a(config, "ForSequenceClassification")
-
-
-def _is_a(config: Any, *kinds: str) -> bool:
-    return any(architecture.endswith(kinds) for architecture in config.architectures or ())
+    return is_a(config.to_dict(), "ForSequenceClassification")
 
 
 def load_whole(
@@ -191,21 +188,14 @@ def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
         installed = importlib.util.find_spec("flash_attn") is not None
         usable = installed and torch.cuda.is_available() and dtype != torch.float32
         return "flash_attention_2" if usable else None
-    if choice.startswith("flash") and dtype == torch.float32:
-        raise ValueError(f"attn_implementation={choice} needs param_dtype=bfloat16, got float32")
+    check_attention(choice, str(dtype).removeprefix("torch."))
     return choice
 
 
 def causal_lm_config(name: str, what: str = "model") -> Any:
     """The config of a directory or hub name that is of a causal LM; raises ValueError if not."""
     config = model_config(name, what)
-    if config.is_encoder_decoder:
-        raise ValueError(
-            f"{what} {name} is an encoder–decoder ({config.model_type}); expected a causal LM"
-        )
-    # With tied weights nothing would be missing.
-    if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
-        raise ValueError(f"{what} {name} is a {config.architectures[0]}; expected a causal LM")
+    check_causal_lm(config.to_dict(), name, what)
     return config
 
 

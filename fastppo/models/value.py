@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
+from fastppo.models.kinds import check_critic
 from fastppo.models.trunk import states_at
 
 ATTENTION = {"self_attn", "attn", "attention"}
@@ -136,11 +137,8 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
     score = getattr(model, "score", None)
-    if score is None or model.config.num_labels != 1:
-        raise ValueError(
-            f"critic_model {name}: expected a decoder with one label, got "
-            f"{type(model).__name__} with {model.config.num_labels}"
-        )
+    kind = type(model).__name__
+    check_critic(name, kind, labels=model.config.num_labels, is_decoder=score is not None)
     critic = CriticValue(model.base_model, score.weight.shape[1])
     with torch.no_grad():
         critic.head.weight.copy_(score.weight)

@@ -23,6 +23,7 @@ from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
 from fastppo.functional.scalars import shown
 from fastppo.models.device import choose_device
+from fastppo.models.kinds import check_block_size, check_room, check_stop_tokens
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
@@ -38,7 +39,14 @@ from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.processes import check_processes
-from fastppo.ppo.rehearsal import PromptRows, check_curriculum, check_terms, read_rows, try_terms
+from fastppo.ppo.rehearsal import (
+    PromptRows,
+    check_curriculum,
+    check_encoding,
+    check_terms,
+    read_rows,
+    try_terms,
+)
 from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
@@ -146,6 +154,8 @@ def build(
         device=device,
     )
     check_terms(config, reward_terms.all, reward_terms.environment, rows)
+    if model is None and tokenizer is None:
+        check_encoding(config, rows)
     check_curriculum(config, rows)
     check_port(reward_terms.environment, world)
     call_options = CallOptions(config.reward_timeout, say)
@@ -335,10 +345,8 @@ def load_models(
 
 def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
     """Raises ValueError if the tokenizer or the stop tokens reach beyond the model's vocabulary."""
-    rows = policy.head.vocabulary
-    if any(not 0 <= token < rows for token in stop):
-        raise ValueError(f"stop_token_ids must be in [0, {rows}), got {tuple(stop)}")
-    check_vocabulary(tokenizer, rows)
+    check_stop_tokens(stop, policy.head.vocabulary)
+    check_vocabulary(tokenizer, policy.head.vocabulary)
 
 
 def choose_engine(
@@ -464,17 +472,11 @@ def encode(
     """Rows as prompts; raises as `load_data` does."""
     if rows is None:
         return None
-    room = (context or 2**31) - config.max_new_tokens
-    if room < 1:
-        raise ValueError(
-            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the "
-            f"context of {context} tokens"
-        )
     return encode_prompts(
         rows,
         tokenizer,
         column=config.prompt_column,
-        max_prompt_tokens=room,
+        max_prompt_tokens=check_room(context, config.max_new_tokens),
         source=source or "prompts",
     )
 
@@ -485,10 +487,7 @@ def load_pretraining(
     """The text of PPO-ptx, or None; raises as `load_data` does."""
     if not config.ptx_data:
         return None
-    if context is not None and config.ptx_block_size > context:
-        raise ValueError(
-            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
-        )
+    check_block_size(config.ptx_block_size, context)
     rows = load_rows(config.ptx_data, config.split)
     return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
 

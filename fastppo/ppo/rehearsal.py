@@ -5,6 +5,7 @@ environment are compared with the columns, and each function that an option name
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,11 +16,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastppo.data.prompts import check_prompts
+from fastppo.data.chat import check_chat_template
+from fastppo.data.prompts import check_length, check_prompts
 from fastppo.data.rows import Rows, column_names
 from fastppo.functional.scalars import counted
 from fastppo.integrations.addresses import load_prompts
+from fastppo.models.kinds import (
+    check_room,
+    count_tokens,
+    has_chat_template,
+    read_tokenizer,
+)
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.model_files import reward_models, shortest_context
 from fastppo.ppo.prompt_numbers import column_numbers
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
@@ -87,6 +96,30 @@ def check_terms(
         check_methods(method_signatures(environment.function), source or "prompts", columns)
 
 
+def check_encoding(config: PPOConfig, rows: PromptRows) -> None:
+    """Checks what encoding the prompts would refuse, as far as the files of the models say before
+    one is loaded. Chats are not counted: only their template knows what is made of them.
+
+    Raises:
+        DataError: a prompt is longer than the context has room for, or a chat whose model, or
+            whose reward model, has no chat template.
+    """
+    room = check_room(shortest_context(config), config.max_new_tokens)
+    tokenizer = functools.cache(lambda: read_tokenizer(config.model))
+    readers = {"": config.model}
+    readers |= {f"reward {spec}: ": spec for spec in reward_models(config)}
+    without_template = [who for who, name in readers.items() if not has_chat_template(name)]
+    for prompts, source in ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts)):
+        for number, row in enumerate(prompts or (), 1):
+            prompt = row[config.prompt_column]
+            where = f"{source}, row {number}"
+            if not isinstance(prompt, str):
+                for who in without_template:
+                    check_chat_template(False, f"{who}{where}")
+            elif len(prompt.encode()) > room:  # a token is at least a byte
+                check_length(count_tokens(tokenizer(), prompt), room, where)
+
+
 def try_terms(
     config: PPOConfig,
     rewards: Sequence[RewardTerm],
@@ -126,6 +159,7 @@ def rehearse(config: PPOConfig) -> PromptRows:
     environment = load_environment(config.environment)
     config.have_effect_only("max_turns", where=environment, needs="environment")
     check_terms(config, rewards, environment, rows)
+    check_encoding(config, rows)
     check_curriculum(config, rows)
     try_terms(config, rewards, rows, CallOptions(config.reward_timeout))
     return rows

@@ -35,7 +35,7 @@ class RolloutOptions(Options):
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
     stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a response; none given means the model's EOS tokens"
+        None, "Tokens that end a response; none given means the model's EOS tokens", minimum=0
     )
     stop_strings: Sequence[str] = option(
         [], "Texts that end a response, at the token that completes one"

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from fastppo.models import quantized
 from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
+from fastppo.models.kinds import check_not_quantized, check_same_vocabulary
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     is_sequence_classifier,
@@ -53,12 +54,8 @@ class ModelLoader:
         """
         is_policy = option == "model"
         quantization = self.config.quantization if is_policy else "none"
-        saved = getattr(model_config(name, option), "quantization_config", None)
-        if is_policy and quantization == "none" and saved is not None:
-            raise ValueError(
-                f"model {name} is quantized already, which quantization=none does not train; pass "
-                "its whole weights, and quantization=nf4 or fp4 with LoRA"
-            )
+        if is_policy and quantization == "none":
+            check_not_quantized(model_config(name, option).to_dict(), name)
         settings = None
         if quantization != "none":
             products = compute_dtype(self.config.precision, self.device) or self.dtype
@@ -83,13 +80,7 @@ class ModelLoader:
     def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
         """Raises ValueError if a token of the policy's tokenizer means another thing to a model."""
         model_tokens = load_tokenizer(name, option).get_vocab()
-        policy_tokens = tokenizer.get_vocab()
-        if model_tokens != policy_tokens:
-            raise ValueError(
-                f"{option} {name}: its tokenizer has another vocabulary ({len(model_tokens)} "
-                f"tokens) than the policy's ({len(policy_tokens)}), so it cannot read the policy's "
-                "tokens"
-            )
+        check_same_vocabulary(model_tokens, tokenizer.get_vocab(), name, option)
 
 
 def make_policy(

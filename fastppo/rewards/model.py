@@ -13,6 +13,7 @@ from fastppo.data.chat import check_text, render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError
 from fastppo.functional.scalars import shown
+from fastppo.models.kinds import check_reward_model
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
 
@@ -35,12 +36,7 @@ class RewardModel:
     ) -> None:
         self.__name__ = Path(name).name
         config = model_config(name, "reward")
-        if config.num_labels != 1:
-            kind = ", ".join(config.architectures or ["model"])
-            raise ValueError(
-                f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
-                "classifier with 1"
-            )
+        check_reward_model(config.to_dict() | {"num_labels": config.num_labels}, name)
         model, _ = load_whole(
             AutoModelForSequenceClassification, name, "reward", dtype=torch.float32
         )

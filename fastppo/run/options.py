@@ -134,6 +134,9 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
     """Raises ValueError if `value` is outside the bounds of the option `name`."""
     (defined,) = (member for member in fields(options) if member.name == name)
     minimum, above, maximum = defined.metadata["bounds"]
+    if isinstance(value, tuple):
+        for item in value:
+            check_bounds(options, name, item)
     if not isinstance(value, (int, float)):
         return
     if maximum is not None:

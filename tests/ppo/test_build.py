@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
     [
         ({"tokenizer": None}, "a model that is passed in needs its tokenizer passed in too"),
         ({"stop_token_ids": [1, 43]}, r"stop_token_ids must be in \[0, 43\), got \(1, 43\)"),
-        ({"stop_token_ids": [-1]}, r"stop_token_ids must be in \[0, 43\), got \(-1,\)"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be >= 0, got -1"),
         ({"lora_rank": 2, "lora_target_modules": ["lm_head"]}, "adapters on the lm_head"),
         ({"rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
