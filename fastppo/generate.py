@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
+from fastppo.models.names import is_checkpoint
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
 from fastppo.models.trunk import context_length
+from fastppo.ppo.checkpoints import policy_of
 from fastppo.rewards.environment import POLICY, OneTurn, Turns
 from fastppo.rewards.loading import load_environment, make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, score
@@ -98,8 +101,7 @@ def _complete(
     Args:
         environment: what makes the environments of turns, if there are turns.
     """
-    model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
-    tokenizer = load_tokenizer(directory)
+    model, tokenizer = _load(directory, config, device)
     context = context_length(model) or 2**31
     turns: OneTurn | Turns = OneTurn()
     if environment is not None:
@@ -142,6 +144,15 @@ def _complete(
     if rollout.rewards is not None and turns.pays:
         completions.rewards["environment"] = [sum(row) for row in rollout.rewards]
     return completions
+
+
+def _load(directory: str, config: GenerateConfig, device: torch.device) -> tuple[Any, Any]:
+    """(the model of a policy, its tokenizer); that of a checkpoint has the dtype of its run."""
+    if is_checkpoint(directory):
+        policy, tokenizer = policy_of(Path(directory), str(device))
+        return policy.causal_lm, tokenizer
+    model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
+    return model, load_tokenizer(directory)
 
 
 def _score(

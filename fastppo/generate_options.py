@@ -14,7 +14,9 @@ from fastppo.run.options import option
 class GenerateConfig(TurnOptions):
     """Options of `fastppo generate`. Lengths are in tokens."""
 
-    models: Sequence[str] = option([], "Required. One or more policies: directories or hub names")
+    models: Sequence[str] = option(
+        [], "Required. One or more policies: directories, checkpoints or hub names"
+    )
     prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
     prompts: str | None = option(
         None, "Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
@@ -45,7 +47,7 @@ class GenerateConfig(TurnOptions):
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     param_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Dtype of the policies' weights"
+        "float32", "Dtype of the policies' weights; a checkpoint's is its run's"
     )
 
     def check(self) -> None:

@@ -24,7 +24,13 @@ from fastppo.data.shards import shards_of
 from fastppo.functional import scalars
 from fastppo.integrations.addresses import is_address
 from fastppo.models.kinds import check_causal_lm, check_reward_model
-from fastppo.models.names import check_device_name, check_model_name, context_of, read_config
+from fastppo.models.names import (
+    check_device_name,
+    check_model_name,
+    context_of,
+    is_checkpoint,
+    read_config,
+)
 from fastppo.ppo.model_files import check_model_files
 from fastppo.ppo.processes import check_context, check_processes
 from fastppo.rewards.chat import SCHEME
@@ -119,8 +125,9 @@ def check_stage(config: Any) -> None:
 def check_generate(config: Any) -> None:
     """Of `fastppo generate`."""
     for name in config.models:
-        check_model_name(name)
-        check_causal_lm(read_config(name), name)
+        if not is_checkpoint(name):
+            check_model_name(name)
+            check_causal_lm(read_config(name), name)
     sources = [config.prompts] if config.prompts and not is_address(config.prompts) else []
     check_rewards(config.rewards, sources, config.prompt_column)
     check_environment(config.environment, sources, config.prompt_column)

@@ -522,8 +522,8 @@ def test_prompts_are_refused_before_a_model_is_loaded(prompts, inputs, capsys) -
 
 
 def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path, capsys) -> None:
-    """The two are the same bits; of a run or a checkpoint as a model it is said where its policy
-    is."""
+    """The two are the same bits; of a run as a model it is said where its policy is, of a
+    checkpoint what writes it."""
     folder = Folder(tmp_path)
     folder.write_reward("return [1.0 if calls == 1 else i % 2 for i in range(len(completions))]")
     assert cli.main(folder.flags(checkpoint_best="reward", iterations=4, learning_rate=0.1)) == 0
@@ -544,12 +544,33 @@ def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path,
     manifest.write(checkpoint, record["number"], record["about"])
     assert cli.main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
     assert f"{checkpoint} cannot be read: TypeError" in capsys.readouterr().err
+    out = folder.run / "policy-000001"
     for path, says in (
-        (checkpoint, f"is a checkpoint; `fastppo export {checkpoint} OUT` writes its policy"),
+        (checkpoint, f"is a checkpoint; `fastppo export {checkpoint} {out}` writes its policy to"),
         (folder.run, f"its policy is {folder.run / 'policy'}, its best one"),
     ):
-        assert cli.main(["generate", "--models", str(path), "--prompt", "w1"]) == 2
+        assert cli.main(folder.flags(model=path, output_dir=tmp_path / "next")) == 2
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_checkpoint_writes_what_its_exported_policy_writes(
+    lora_rank: int, tmp_path: Path, capsys
+) -> None:
+    folder = Folder(tmp_path)
+    assert cli.main(folder.flags(learning_rate=0.1, lora_rank=lora_rank)) == 0
+    first, last = (folder.run / f"checkpoint-00000{number}" for number in (1, 2))
+    assert cli.main(["export", str(last), str(tmp_path / "last")]) == 0
+
+    def written_by(model: Path) -> list[str]:
+        capsys.readouterr()
+        flags = f"--prompt w1 --device cpu --temperature 0 --max_new_tokens 8 --models {model}"
+        assert cli.main(["generate", *flags.split()]) == 0
+        return re.findall(r"\bw\d+", capsys.readouterr().out)
+
+    assert written_by(last) == written_by(tmp_path / "last")
+    assert written_by(last) != written_by(first)
+    assert written_by(last) != written_by(Path(folder.model))
 
 
 def test_help_shows_the_options_of_a_word(capsys) -> None:

@@ -67,11 +67,18 @@ def check_model_name(name: str, what: str = "model") -> None:
         raise ValueError(
             f"{what} {name} is the directory of a run; its policy is {path / 'policy'}{or_best}"
         )
-    if (path / "manifest.json").exists():
+    if is_checkpoint(name):
+        out = path.with_name(path.name.replace("checkpoint", "policy"))
         raise ValueError(
-            f"{what} {name} is a checkpoint; `fastppo export {name} OUT` writes its policy"
+            f"{what} {name} is a checkpoint; `fastppo export {name} {out}` writes its policy to "
+            f"{out}"
         )
     raise ValueError(f"{what} {name}: no config.json there; expected what save_pretrained writes")
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a name is that of a directory that is a checkpoint of a run."""
+    return Path(name).name.startswith("checkpoint-") and (Path(name) / "manifest.json").is_file()
 
 
 def check_tokenizer_files(name: str, what: str = "model") -> None:

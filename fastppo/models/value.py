@@ -136,9 +136,10 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
     Raises:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
-    score = getattr(model, "score", None)
-    kind = type(model).__name__
-    check_critic(name, kind, labels=model.config.num_labels, is_decoder=score is not None)
+    score: Any = getattr(model, "score", None)
+    is_decoder = score is not None
+    labels = model.config.num_labels
+    check_critic(name, type(model).__name__, labels=labels, is_decoder=is_decoder)
     critic = CriticValue(model.base_model, score.weight.shape[1])
     with torch.no_grad():
         critic.head.weight.copy_(score.weight)

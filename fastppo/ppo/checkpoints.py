@@ -65,8 +65,23 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
         device: the model is loaded onto.
 
     Raises:
+        ValueError: as `policy_of` does; or there is a model in the directory.
+    """
+    taken = (directory / "config.json", directory / manifest.FILE)
+    if directory.is_file() or any(file.exists() for file in taken):
+        raise ValueError(f"{directory} exists already: choose another directory")
+    export(*policy_of(path, device), directory)
+
+
+def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
+    """(the policy of a checkpoint, its tokenizer).
+
+    Args:
+        device: the model is loaded onto.
+
+    Raises:
         ValueError: it is no whole checkpoint, or the model that its run started from is another by
-            now or was handed over; or there is a model in the directory.
+            now or was handed over.
     """
     if checkpoint.NAME.match(path.name) is None or not path.is_dir():
         known = ", ".join(map(str, checkpoint.checkpoints(path)))
@@ -74,9 +89,6 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
             f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
             + (f", such as {known}" if known else "")
         )
-    taken = (directory / "config.json", directory / manifest.FILE)
-    if directory.is_file() or any(file.exists() for file in taken):
-        raise ValueError(f"{directory} exists already: choose another directory")
     run = manifest.read(path, int(path.name.split("-")[1]))["run"]
     with checkpoint.readable(path):
         config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
@@ -91,7 +103,7 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
     policy = make_policy(causal_lm, tokenizer, config, loader)
     with checkpoint.readable(path):
         checkpoint.load_policy(path, policy)
-    export(policy, tokenizer, directory)
+    return policy, tokenizer
 
 
 class Checkpoints:
