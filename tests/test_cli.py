@@ -346,6 +346,7 @@ ROWS = [
     ({"prompt_weights": "wanted"}, "prompt_weights=wanted, prompt 1: expected a finite number"),
     ({"prompt_order": "hard"}, "prompt_order=hard: no such column of the prompts; there are"),
     ({"max_turns": "4"}, "max_turns has an effect only with environment"),
+    ({"environment": "rewards.py:right"}, "right takes (prompts, completions, wanted): missing"),
     ({"prompts": "chats.jsonl"}, "chats.jsonl, row 2: chat messages, but the tokenizer has no"),
     ({"eval_prompts": "long.jsonl"}, "long.jsonl, row 1: the prompt has 57 tokens; with"),
     (

@@ -123,8 +123,11 @@ EXPECTED = "a class without arguments that has reset(prompt, **columns) and step
 
 
 def method_signatures(make: Any) -> dict[str, inspect.Signature]:
-    """The signatures of those of `__init__`, `reset` and `step` that a class has; none for any
-    other callable."""
+    """The signatures of those of `__init__`, `reset` and `step` that a class has, or that of a
+    function by its name; none for any other callable."""
+    if inspect.isfunction(make):
+        signature = signature_of(make)
+        return {} if signature is None else {make.__name__: signature}
     if not inspect.isclass(make):
         return {}
     methods = {name: getattr(make, name, None) for name in ("__init__", *METHODS)}
@@ -140,7 +143,7 @@ def check_methods(
     """Checks that an environment can be made and called, as far as signatures say it.
 
     Args:
-        signatures: of its methods by name, with `self`.
+        signatures: of its methods by name, with `self`, or of the function that makes it.
         source: names the prompts in an error.
         columns: the prompts' columns, without the prompt's own.
 
@@ -151,7 +154,7 @@ def check_methods(
     for method, signature in signatures.items():
         keywords = columns_for(signature, dict.fromkeys(columns)) if method == "reset" else {}
         try:
-            signature.bind(*given[method], **keywords)
+            signature.bind(*given.get(method, []), **keywords)
         except TypeError as error:
             known = ", ".join(columns) or "none beside the prompt"
             raise ValueError(
