@@ -48,7 +48,7 @@ def test_its_files_are_a_run_and_its_reward_passes_its_own_test(
     flags = ["--model", "model", "--prompts", "prompts.jsonl", "--out", "mine"]
     assert cli.main(["init", *flags]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "32 responses of 16 tokens at most to 8 prompts, some of them more than" in said
+    assert "32 responses of 16 tokens at most to 8 prompts, with repetition" in said
     assert "12 iterations, 24 optimiser steps, 6,144 tokens to draw at most" in said
     assert "at the peak of each phase" in said
     assert "no GPU: docs/ten-minutes.md says what 135 M parameters took" in said

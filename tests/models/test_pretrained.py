@@ -103,7 +103,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
         load_causal_lm(str(model))
     (model / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"model {model}: .*not a valid JSON"):
+    with pytest.raises(ValueError, match=f"model {model}: .*is not valid JSON"):
         load_causal_lm(str(model))
 
 
