@@ -1,6 +1,6 @@
 """The compiled kernels without a GPU: an emulator executes the PTX that Triton makes for one.
 
-    python tests/emulated.py [--all] [--capability 90] [loss statistics scans linear others]
+    python tests/emulated.py [--all] [--capability 90] [loss statistics scans others]
 
 The emulator is no part of this repository: it is looked for in the folder that FASTPPO_PTX_EMULATOR
 names, by default `../shared/ptx` beside the repository, and needs g++. The launchers run on CPU
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS = ("loss", "statistics", "scans", "linear", "others")
+GROUPS = ("loss", "statistics", "scans", "others")
 
 
 def emulator() -> Path | None:
@@ -94,20 +94,9 @@ class Emulation:
         launch: Callable[[Callable[..., Tensor]], dict[str, Tensor]],
         *,
         in_place: bool = False,
-        torch_writes: bool = False,
     ) -> Iterator[Results]:
         """What `launch` returns under each kind of rounding, after its checks. `launch` is given
-        the function that puts a tensor into guarded memory. The emulator does not see what torch
-        writes: with `torch_writes` all memory counts as written, and what is not holds NaN."""
-        tensor = type(self.session).tensor
-        if torch_writes:
-
-            def written(*shape: Any, unwritten: bool = False, **how: Any) -> Tensor:
-                return tensor(self.session, *shape, **how)
-
-            self.session.tensor = written
-        else:
-            self.session.tensor = functools.partial(tensor, self.session)
+        the function that puts a tensor into guarded memory."""
         for schedules in self.same_bits:
             first: dict[str, Tensor] = {}
             for schedule in schedules:
@@ -572,111 +561,6 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
         assert_close(results.found["white"], want, 1e-5)
 
 
-# ---------------------------------------------------------------------------------- the lm-head
-
-LINEARS: dict[str, dict[str, Any]] = {
-    "one chunk": {},
-    "chunks": {"chunk_size": 3},
-    "bias, entropy": {"bias": True, "entropy_coef": 0.05},
-    "full KL, chunks": {"kl_estimator": "full", "kl_coef": 0.1, "chunk_size": 4},
-    "soft-cap, weights of zero": {"softcap": 10.0, "some_weights": True},
-    "statistics, chunks": {"statistics": True, "chunk_size": 3},
-}
-
-
-def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels import definition, linear, triton_rows
-    from fastppo_kernels.records import (
-        Gemm,
-        Objective,
-        PerToken,
-        Projection,
-        Softmax,
-        StatsGradients,
-    )
-    from rows import assert_statistic
-    from trajectories import assert_close, in_fp64
-
-    g = torch.Generator().manual_seed(shape.vocab)
-    width = 16
-
-    def projection() -> Projection:
-        hidden = torch.randn(shape.n, width, generator=g).to(shape.dtype)
-        weight = (0.5 * torch.randn(shape.vocab, width, generator=g)).to(shape.dtype)
-        bias = torch.randn(shape.vocab, generator=g).to(shape.dtype)
-        return Projection(hidden, weight, bias if options.get("bias") else None)
-
-    policy, reference = projection(), projection()
-    tokens = torch.randint(shape.vocab, (shape.n,), generator=g)
-    softmax = Softmax(softcap=options.get("softcap"))
-    gemm = Gemm(options.get("chunk_size"))
-    # The kernels and the definition start from the same logits, which in bf16 are rounded.
-    tolerance = 1e-5 if shape.dtype == torch.float32 else 2e-2
-    if options.get("statistics"):
-        want = definition.linear_token_stats(in_fp64(policy), tokens, softmax)
-        upstream = StatsGradients(*torch.randn(2, shape.n, generator=g))
-
-        def measure(like: Callable[..., Tensor]) -> dict[str, Tensor]:
-            parts = Projection(*(None if x is None else like(x) for x in policy))
-            stats = linear.token_stats(parts, tokens, softmax, gemm=gemm, row_functions=triton_rows)
-            grads = linear.token_stats_backward(
-                upstream, parts, tokens, stats, softmax, gemm=gemm, row_functions=triton_rows
-            )
-            return {
-                "logprobs": stats.logprobs,
-                "entropy": stats.entropy,
-                "hidden": grads.hidden,
-                "weight": grads.weight,
-            }
-
-        leaves = Projection(*(None if x is None else x.requires_grad_() for x in in_fp64(policy)))
-        stats = definition.linear_token_stats(leaves, tokens, softmax)
-        total = (stats.logprobs * upstream.logprobs + stats.entropy * upstream.entropy).sum()
-        hidden_grad, weight_grad = torch.autograd.grad(total, [leaves.hidden, leaves.weight])
-        for results in emulation.results(measure, torch_writes=True):
-            assert_close(results.found["logprobs"], want.logprobs.detach(), tolerance)
-            assert_close(results.found["hidden"], hidden_grad, tolerance)
-            assert_close(results.found["weight"], weight_grad, tolerance)
-        return
-    weights = torch.rand(shape.n, generator=g) + 0.1
-    if options.get("some_weights"):
-        weights[::2] = 0.0
-    logprobs = definition.linear_token_stats(in_fp64(policy), tokens, softmax).logprobs
-    old = (logprobs + 0.3 * torch.randn(shape.n, generator=g)).float()
-    per_token = PerToken(tokens, old, torch.randn(shape.n, generator=g), weights)
-    objective = Objective(
-        lowest_ratio=0.8,
-        highest_ratio=1.2,
-        kl_coef=options.get("kl_coef", 0.0),
-        kl_estimator=options.get("kl_estimator", "k3"),
-        entropy_coef=options.get("entropy_coef", 0.0),
-    )
-    is_full = objective.kl_estimator == "full"
-    want_rows = definition.linear_ppo_loss(
-        in_fp64(policy), in_fp64(per_token), objective, softmax,
-        ref_projection=in_fp64(reference) if is_full else None,
-    )  # fmt: skip
-
-    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
-        parts = [
-            Projection(*(None if x is None else like(x) for x in each))
-            for each in (policy, reference)
-        ]
-        rows = linear.ppo_loss(
-            parts[0], per_token, objective, softmax, gemm=gemm, row_functions=triton_rows,
-            ref_projection=parts[1] if is_full else None,
-        )  # fmt: skip
-        found = {"logprobs": rows.logprobs} | rows.grads._asdict()
-        return {name: x for name, x in found.items() if x is not None}
-
-    for results in emulation.results(launch, torch_writes=True):
-        if shape.dtype == torch.float32:
-            assert_statistic(results.found["logprobs"], want_rows.logprobs, "logprobs")
-        for name in ("hidden", "weight", "bias"):
-            if name in results.found:
-                assert_close(results.found[name], getattr(want_rows.grads, name), tolerance)
-
-
 # -------------------------------------------------------------------------------------- the cases
 
 
@@ -703,14 +587,6 @@ def cases(group: str) -> Iterator[Case]:
             yield Case(f"{group}: {what}; {shape.name}", run, True)
     elif group == "scans":
         yield from crossed(scan_case, LENGTHS, SCANS)
-    elif group == "linear":
-        heads = {
-            f"{dtype}, V = {vocab}": Shape("", 7, vocab, dtype)
-            for dtype in (torch.float32, torch.bfloat16)
-            for vocab in (507, 1024)
-        }
-        heads["fp32, long"] = Shape("", 3, 33001, torch.float32)
-        yield from crossed(linear_case, heads, LINEARS)
     else:
         factors = {"scale by ⅓": {"factor": 1 / 3}, "scale by 1": {"factor": 1.0}}
         yield from crossed(scale_case, {shape.name: shape for shape in SHAPES[:6]}, factors)

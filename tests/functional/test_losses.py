@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from trajectories import assert_close as close
 
 import fastppo
 
@@ -35,19 +36,10 @@ paths = pytest.mark.parametrize("path", PATHS)
 dtypes = pytest.mark.parametrize("dtype", VALUE, ids=lambda dtype: str(dtype)[6:])
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Within `tolerance` of the largest entry: what a sum of such entries can promise."""
-    assert actual.shape == expected.shape
-    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    torch.testing.assert_close(
-        actual.detach().double(), expected.detach().double(), rtol=0, atol=tolerance * scale
-    )
-
-
 def gradient_close(
     actual: Tensor | None, expected: Tensor, tolerance: float, floor: float = 1e-300
 ) -> None:
-    """As `close`, and never against a floor of 1: a gradient may be small all over."""
+    """Within `tolerance` of the largest entry, however small that is."""
     assert actual is not None
     scale = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(
@@ -229,6 +221,38 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
             assert torch.equal(grad, expected)
         else:
             assert grad is None
+
+
+@pytest.mark.parametrize("dtype", list(VALUE)[1:], ids=str)
+@pytest.mark.parametrize("left", [2, 100])
+def test_a_bias_of_minus_infinity_masks_the_vocabulary_of_a_fused_head(
+    dtype: torch.dtype, left: int
+) -> None:
+    """No NaN, the same loss and gradient as without the columns, and none in them."""
+    data = draws.batch((4,), 101, dtype)
+    kept = torch.randperm(101)[:left].sort().values
+    bias = torch.full((101,), -torch.inf).index_fill_(0, kept, 0.0).to(dtype)
+    picks = torch.randint(left, (4,))
+    hidden = data.logits.detach().requires_grad_()
+    small = data.logits[:, kept].detach().requires_grad_()
+    old = fastppo.token_logprobs(small, picks).detach() + 0.1
+    masked = fastppo.linear_ppo_loss(
+        hidden,
+        torch.eye(101, dtype=dtype),
+        kept[picks],
+        old,
+        data.advantages,
+        bias=bias,
+        entropy_coef=0.1,
+    )
+    smaller = fastppo.ppo_loss(small, picks, old, data.advantages, entropy_coef=0.1)
+    torch.testing.assert_close(masked[:3], smaller[:3], rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(masked.loss, hidden)
+    (small_grad,) = torch.autograd.grad(smaller.loss, small)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    wanted = torch.zeros_like(grad).index_copy_(1, kept, small_grad)
+    torch.testing.assert_close(grad, wanted, rtol=rounding, atol=rounding * 0.1)
+    assert (grad.index_fill(1, kept, 0.0) == 0).all()
 
 
 # ---------------------------------------------------------------------- shapes, strides, autograd

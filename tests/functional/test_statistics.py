@@ -1,7 +1,7 @@
 """The tokens' statistics equal the definition, value and gradient, from logits and hidden states.
 
 Both sides take fp64 through some hundred roundings of 1e-16, hence 1e-11; fp32 has 6e-8, hence
-1e-5. test_losses.py, test_loss_precision.py and test_loss_properties.py hold the row maths further.
+1e-5. test_losses.py and kernels/test_cpu_rows.py hold the row maths further.
 """
 
 from __future__ import annotations
@@ -14,19 +14,11 @@ import torch
 from fastppo_kernels import definition
 from torch import Tensor
 from torch.autograd import gradcheck
+from trajectories import assert_close
 
 import fastppo
 
 N, V, H = 6, 11, 5
-
-
-def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert one.shape == other.shape
-        scale = max(1.0, other.abs().max().item())
-        torch.testing.assert_close(
-            one.detach().double(), other.detach().double(), rtol=0, atol=tolerance * scale
-        )
 
 
 SOFTMAX_KEYWORDS: list[dict[str, Any]] = [
@@ -87,9 +79,10 @@ def test_statistics_and_their_gradients_are_the_definition_s(
             **softmax,
         )  # fmt: skip
     tolerance = 1e-11 if dtype == torch.float64 else 1e-5
-    assert_near(actual, exact, tolerance)
+    for one, other in zip(actual, exact, strict=True):
+        assert_close(one, other, tolerance)
     (grad,) = torch.autograd.grad(tuple(actual), leaf, list(upstream.to(dtype)))
-    assert_near([grad], [expected_grad], tolerance)
+    assert_close(grad, expected_grad, tolerance)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])

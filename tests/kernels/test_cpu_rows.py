@@ -216,6 +216,8 @@ ROWS: dict[str, tuple[Any, float]] = {
     "peaked by 20 nats": (peaked, 20.0),
     "1000 above": (moved, 1000.0),
     "1000 below": (moved, -1000.0),
+    "10000 above": (moved, 10_000.0),
+    "10000 below": (moved, -10_000.0),
     "columns at −inf": (ruled_out, -torch.inf),
     "columns at the lowest number": (ruled_out, LOWEST),
     "a row of −inf": (a_row_of, -torch.inf),
@@ -251,6 +253,29 @@ def test_tokens_at_both_ends_of_a_block() -> None:
     given["old_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + 0.1
     check_loss(given)
     check_statistics(given, StatsGradients(torch.randn(4), torch.randn(4)))
+
+
+@pytest.mark.parametrize("kind", ["flat", "one peak over a flat row", "spread"])
+def test_sums_over_a_large_vocabulary_keep_their_digits(kind: str) -> None:
+    """152064 equal addends: where a running sum rounds the same way each time."""
+    vocab = 152064
+    given = draw(2, vocab, spread=5.0) | {"entropy_coef": 0.5}
+    if kind != "spread":
+        given["logits"][:] = 0.1
+    if kind == "one peak over a flat row":
+        given["logits"][:, 7] = 12.3
+        given["tokens"] = torch.tensor([7, 11])
+    given["old_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + 0.1
+    check_loss(given)
+    check_statistics(given, StatsGradients(torch.ones(2), torch.ones(2)))
+
+
+def test_a_soft_caps_gradient_keeps_its_digits_near_the_cap() -> None:
+    """tanh(3.8): the slope 1 − tanh² would be off by 1.6e-5."""
+    given = draw(4, 50) | {"softcap": 30.0, "lowest_ratio": -math.inf, "highest_ratio": math.inf}
+    given["logits"] = torch.linspace(90, 114, 50).repeat(4, 1)
+    given["old_logprobs"] = torch.full((4,), -4.0)
+    check_loss(given)
 
 
 def test_the_entropy_s_gradient_from_kept_statistics_of_logits_that_hardly_differ() -> None:
