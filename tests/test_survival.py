@@ -23,6 +23,7 @@ import torch
 from command_line import Folder
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from fastppo import cli
 from fastppo.ppo.trainer import PPOTrainer
@@ -93,142 +94,152 @@ def test_a_damaged_checkpoint_is_passed_over(folder: Folder, run) -> None:
     assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
 
 
-def _forge(kind: str, checkpoint: Path) -> str:
-    """Changes a checkpoint and makes its manifest anew; what the run says of it."""
-    manifest_file = checkpoint / "manifest.json"
-    record = json.loads(manifest_file.read_bytes())
-    optimizer = load_file(checkpoint / "optimizer.safetensors")
-    state: Any = json.loads((checkpoint / "state.json").read_bytes())
-    says = "cannot be read: "
-    if kind == "a dot file":
-        (checkpoint / ".metadata").touch()
-        return ".metadata was not written with it"
-    if kind == "a link":  # to the very bytes that the manifest lists
-        weights = (checkpoint / "model.safetensors").rename(checkpoint.parent / "elsewhere")
-        (checkpoint / "model.safetensors").symlink_to(weights)
-        return "model.safetensors is neither a file nor a directory"
-    if kind == "a manifest of nothing":
-        manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
-        return "manifest.json is none that a run has written"
-    if kind == "a file outside":
-        record["files"]["/proc/kmsg"] = [0, ""]  # whose reader waits for the kernel's next word
-        record.pop("sha256")
-        record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-        manifest_file.write_text(json.dumps(record))
-        return "/proc/kmsg is not there"
-    if kind == "metadata that calls":
-        (checkpoint / "shards").mkdir()
-        forged = pickle.dumps(Calls(str(checkpoint / "called")))
-        (checkpoint / "shards" / ".metadata").write_bytes(forged)
-        says = "cannot be read: UnpicklingError: its metadata would call "
-    elif kind == "no optimizer":
-        save_file({}, checkpoint / "optimizer.safetensors")
-        says = "does not fit the optimizer: it has no moments"
-    elif kind == "another shape":
-        optimizer["0.exp_avg"] = optimizer["0.exp_avg"][:1].clone()
-        save_file(optimizer, checkpoint / "optimizer.safetensors")
-        says = "does not fit the model: optimizer 0.exp_avg is [1, "
-    elif kind == "another random state":
-        save_file({"torch": torch.zeros(3, dtype=torch.uint8)}, checkpoint / "random.safetensors")
-        says = "the random states cannot be restored: "
-    elif kind == "an iteration that is a text":
-        state["state"]["iteration"] = "1"
-        says = "cannot be read: TypeError: iteration is '1', which no run writes"
-    elif kind == "an iteration that is true":
-        state["state"]["iteration"] = True
-        says = "cannot be read: TypeError: iteration is True, which no run writes"
-    elif kind == "no iteration":
-        del state["state"]["iteration"]
-        says = "cannot be read: TypeError: the state has no iteration"
-    elif kind == "complex moments":
-        optimizer["0.exp_avg"] = optimizer["0.exp_avg"] * 1j
-        save_file(optimizer, checkpoint / "optimizer.safetensors")
-        says = "does not fit the optimizer: 0.exp_avg is torch.complex64 there"
-    elif kind == "complex weights":
-        weights = load_file(checkpoint / "model.safetensors")
-        save_file({name: w * 1j for name, w in weights.items()}, checkpoint / "model.safetensors")
-        says = " is torch.complex64 there"
-    elif kind == "a place beyond the random numbers":
-        state["random"]["numpy"][0] = 10**6
-        says = "the random states cannot be restored: NumPy's position is 1000000 of 624"
-    elif kind == "nested without end":
-        state = "[" * 100_000
-        says = "cannot be read: RecursionError"
-    elif kind == "another name":
-        optimizer["99.exp_avg"] = optimizer.pop("0.exp_avg")
-        save_file(optimizer, checkpoint / "optimizer.safetensors")
-        says = "does not fit the optimizer, which has no 99.exp_avg"
-    else:
-        state = []
-    written = state if isinstance(state, str) else json.dumps(state)
-    (checkpoint / "state.json").write_text(written)
-    manifest.write(checkpoint, record["number"], record["about"])
-    return says
-
-
 class Calls:
     """Touches a file when its pickle is read."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
+        return os.mkdir, (str(self.path),)
 
 
-FORGERIES = [
-    "a dot file",
-    "metadata that calls",
-    "another shape",
-    *(
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in (
-            "a link",
-            "a manifest of nothing",
-            "a file outside",
-            "no optimizer",
-            "another name",
-            "another random state",
-            "another state",
-            "an iteration that is a text",
-            "an iteration that is true",
-            "no iteration",
-            "complex moments",
-            "complex weights",
-            "a place beyond the random numbers",
-            "nested without end",
-        )
+def _link(checkpoint: Path) -> None:
+    """To the very bytes that the manifest lists."""
+    weights = (checkpoint / "model.safetensors").rename(checkpoint.parent / "elsewhere")
+    (checkpoint / "model.safetensors").symlink_to(weights)
+
+
+def _manifest_of_nothing(checkpoint: Path) -> None:
+    of_nothing = json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()})
+    (checkpoint / "manifest.json").write_text(of_nothing)
+
+
+def _file_outside(checkpoint: Path) -> None:
+    record = json.loads((checkpoint / "manifest.json").read_bytes())
+    record["files"]["/proc/kmsg"] = [0, ""]  # whose reader waits for the kernel's next word
+    record.pop("sha256")
+    record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(record))
+
+
+def _calling_metadata(checkpoint: Path) -> None:
+    (checkpoint / "shards").mkdir()
+    forged = pickle.dumps(Calls(checkpoint / "called"))
+    (checkpoint / "shards" / ".metadata").write_bytes(forged)
+
+
+def _state(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Changes the state of the run in place."""
+
+    def forge(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        change(state)
+        (checkpoint / "state.json").write_text(json.dumps(state))
+
+    return forge
+
+
+def _tensors(
+    file: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Callable[[Path], None]:
+    """Puts other tensors into a file."""
+
+    def forge(checkpoint: Path) -> None:
+        save_file(change(load_file(checkpoint / file)), checkpoint / file)
+
+    return forge
+
+
+MOMENTS, WEIGHTS, FIRST = "optimizer.safetensors", "model.safetensors", "0.exp_avg"
+NO_RANDOM = {"torch": torch.zeros(3, dtype=torch.uint8)}
+BESIDE_THE_MANIFEST: dict[str, Callable[[Path], object]] = {
+    ".metadata was not written with it": lambda path: (path / ".metadata").touch(),
+    "model.safetensors is neither a file nor a directory": _link,
+    "manifest.json is none that a run has written": _manifest_of_nothing,
+    "/proc/kmsg is not there": _file_outside,
+}
+"""By what is said of them."""
+WITH_A_NEW_MANIFEST: dict[str, Callable[[Path], object]] = {
+    "cannot be read: UnpicklingError: its metadata would call ": _calling_metadata,
+    "does not fit the optimizer: it has no moments": _tensors(MOMENTS, lambda x: {}),
+    "does not fit the model: optimizer 0.exp_avg is [1, ": _tensors(
+        MOMENTS, lambda x: x | {FIRST: x[FIRST][:1].clone()}
     ),
-]
+    "does not fit the optimizer: 0.exp_avg is torch.complex64 there": _tensors(
+        MOMENTS, lambda x: x | {FIRST: x[FIRST] * 1j}
+    ),
+    "does not fit the optimizer, which has no 99.exp_avg": _tensors(
+        MOMENTS, lambda x: {"99.exp_avg": x.pop(FIRST), **x}
+    ),
+    " is torch.complex64 there": _tensors(
+        WEIGHTS, lambda x: {name: weight * 1j for name, weight in x.items()}
+    ),
+    "the random states cannot be restored: ": _tensors(
+        "random.safetensors", lambda x: dict(NO_RANDOM)
+    ),
+    "the random states cannot be restored: NumPy's position is 1000000 of 624": _state(
+        lambda state: state["random"]["numpy"].__setitem__(0, 10**6)
+    ),
+    "cannot be read: TypeError: iteration is '1', which no run writes": _state(
+        lambda state: state["state"].update(iteration="1")
+    ),
+    "cannot be read: TypeError: iteration is True, which no run writes": _state(
+        lambda state: state["state"].update(iteration=True)
+    ),
+    "cannot be read: TypeError: the state has no iteration": _state(
+        lambda state: state["state"].pop("iteration")
+    ),
+    "cannot be read: RecursionError": lambda path: (path / "state.json").write_text("[" * 100_000),
+    "cannot be read: ": lambda path: (path / "state.json").write_text("[]"),
+}
 
 
-@pytest.mark.parametrize("kind", FORGERIES)
-def test_a_forged_checkpoint_runs_no_code_and_is_refused(kind: str, folder: Folder, run) -> None:
+def _made_anew(checkpoint: Path) -> None:
+    """The manifest, as if the files were those that a run has written."""
+    record = json.loads((checkpoint / "manifest.json").read_bytes())
+    manifest.write(checkpoint, record["number"], record["about"])
+
+
+def test_a_forged_checkpoint_runs_no_code_and_is_refused(folder: Folder, run) -> None:
     assert run(iterations=1)[0] == 0
-    checkpoint = folder.run / "checkpoint-000001"
-    says = _forge(kind, checkpoint)
-    code, said = run(iterations=2, resume=True)
-    assert code == 2
-    assert str(checkpoint) in said
-    assert says in said
-    assert not (checkpoint / "called").exists()
-    if kind == "a link":
-        exported = folder.path / "exported"
-        assert cli.main(["export", str(checkpoint), str(exported), "--device", "cpu"]) == 2
-        assert not exported.exists()
+    checkpoint, whole = folder.run / "checkpoint-000001", folder.path / "whole"
+    folder.run.rename(whole)
+    for says, forge in (BESIDE_THE_MANIFEST | WITH_A_NEW_MANIFEST).items():
+        shutil.rmtree(folder.run, ignore_errors=True)
+        shutil.copytree(whole, folder.run)
+        forge(checkpoint)
+        if says in WITH_A_NEW_MANIFEST:
+            _made_anew(checkpoint)
+        code, said = run(iterations=2, resume=True)
+        assert code == 2, says
+        assert str(checkpoint) in said
+        assert says in said
+        assert not (checkpoint / "called").exists()
+        if forge is _link:
+            exported = folder.path / "exported"
+            assert cli.main(["export", str(checkpoint), str(exported), "--device", "cpu"]) == 2
+            assert not exported.exists()
 
 
 # -------------------------------------------------------------------------- two runs, one directory
 
 
+def _pause(folder: Folder, call: int) -> tuple[Path, Path]:
+    """Of a reward that stands still in that call: the file that it makes there, and the one that it
+    waits for."""
+    ready, go_on = folder.path / f"ready_{call}", folder.path / f"go_on_{call}"
+    folder.write_reward(
+        f"import pathlib, time; calls == {call} and pathlib.Path({str(ready)!r}).touch()\n"
+        f"    while calls == {call} and not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
+    )
+    return ready, go_on
+
+
 def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     folder: Folder, run
 ) -> None:
-    ready, go_on = folder.path / "ready", folder.path / "go_on"
-    folder.write_reward(
-        f"import pathlib, time; pathlib.Path({str(ready)!r}).touch()\n"
-        f"    while not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
-    )
+    ready, go_on = _pause(folder, 1)
     log = folder.path / "log.txt"
     first = command_line.start(folder.flags(iterations=1), log)
     assert command_line.wait_for(ready.exists, first), log.read_text()
@@ -247,22 +258,14 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
 
 @pytest.mark.slow
 def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder, run) -> None:
-    ready, go_on = folder.path / "ready", folder.path / "go_on"
     honest = folder.reward.read_text()
-    folder.write_reward(
-        f"import pathlib, time; calls == 2 and pathlib.Path({str(ready)!r}).touch()\n"
-        f"    while calls == 2 and not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
-    )
+    ready, go_on = _pause(folder, 2)
     log = folder.path / "log.txt"
     first = command_line.start(folder.flags(iterations=9), log)
     assert command_line.wait_for(ready.exists, first), log.read_text()
     (folder.run / ".lock").unlink()
     folder.reward.write_text(honest)
-    second_ready, second_go_on = folder.path / "second_ready", folder.path / "second_go_on"
-    folder.write_reward(
-        f"import pathlib, time; calls == 1 and pathlib.Path({str(second_ready)!r}).touch()\n"
-        f"    while calls and not pathlib.Path({str(second_go_on)!r}).exists(): time.sleep(0.01)"
-    )
+    second_ready, second_go_on = _pause(folder, 1)
     flags = folder.flags(iterations=3, resume=True, allow_config_change=True)
     second = command_line.start(flags, folder.path / "second.txt")
     assert command_line.wait_for(second_ready.exists, second)
@@ -795,94 +798,100 @@ def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_to
     assert "belongs to another run: seed was 0 and is 5" in capsys.readouterr().err
 
 
-def _forge_a_stage(kind: str, checkpoint: Path) -> str:
-    """Changes a checkpoint of a stage and makes its manifest anew; what the run says of it."""
-    record = json.loads((checkpoint / "manifest.json").read_bytes())
-    weights = load_file(checkpoint / "model.safetensors")
-    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-    says = "does not fit the optimizer: "
-    if kind == "another shape":  # of which a fused step would read past the end
-        optimizer["state"][0]["exp_avg"] = torch.zeros(1)
-        says += "exp_avg of a weight is of another shape"
-    elif kind == "complex moments":
-        optimizer["state"][0]["exp_avg"] = optimizer["state"][0]["exp_avg"] * 1j
-        says = "cannot be read: TypeError: the optimizer's exp_avg is torch.complex64"
-    elif kind == "no moments":
-        optimizer["state"] = {}
-        says += "it has no moments"
-    elif kind == "a step of two numbers":
-        optimizer["state"][0]["step"] = torch.zeros(2)
-        says += "step is no number"
-    elif kind == "weights in the form of a pickle":
-        (checkpoint / "pytorch_model.bin").touch()
-        says = "pytorch_model.bin is none of a stage's files"
-    elif kind == "another option":
-        optimizer["param_groups"][0]["betas"] = 5
-        says += "betas is 5"
-    elif kind == "a weight less":
-        save_file(dict(list(weights.items())[1:]), checkpoint / "model.safetensors")
-        says = "does not fit the model: it has no "
-    elif kind == "another step":
-        state = json.loads((checkpoint / "trainer_state.json").read_bytes())
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"global_step": -5}))
-        says = "trainer_state.json is none of checkpoint 6 that a run has written"
-    elif kind == "an interval that is a list":
-        state = json.loads((checkpoint / "trainer_state.json").read_bytes())
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"save_steps": [1]}))
-        says = "trainer_state.json is none of checkpoint 6 that a run has written"
-    elif kind == "a schedule that counts in lists":
-        schedule = torch.load(checkpoint / "scheduler.pt", weights_only=True)
-        torch.save(schedule | {"_step_count": [1]}, checkpoint / "scheduler.pt")
-        says = "scheduler.pt is none that a run has written"
-    elif kind == "a pickle that calls":
-        (checkpoint / "rng_state.pth").write_bytes(
-            pickle.dumps(Calls(str(checkpoint / "called")), protocol=2)
-        )
-        says = "cannot be read: UnpicklingError"
-    else:
-        (checkpoint / "scheduler.pt").unlink()
-        says = "scheduler.pt is not there"
-    torch.save(optimizer, checkpoint / "optimizer.pt")
-    manifest.write(checkpoint, record["number"], record["about"])
-    return says
+def _pickled(file: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Changes what torch has saved, in place."""
+
+    def forge(checkpoint: Path) -> None:
+        saved = torch.load(checkpoint / file, weights_only=True)
+        change(saved)
+        torch.save(saved, checkpoint / file)
+
+    return forge
 
 
-STAGE_FORGERIES = (
-    "complex moments",
-    "no moments",
-    "a step of two numbers",
-    "weights in the form of a pickle",
-    "another option",
-    "another step",
-    "an interval that is a list",
-    "a schedule that counts in lists",
-    "a pickle that calls",
-    "a file",
-)
+def _first_moment(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    def changed(saved: Any) -> None:
+        saved["state"][0]["exp_avg"] = change(saved["state"][0]["exp_avg"])
+
+    return _pickled("optimizer.pt", changed)
+
+
+def _trainer_state(**changes: object) -> Callable[[Path], None]:
+    def forge(checkpoint: Path) -> None:
+        file = checkpoint / "trainer_state.json"
+        file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
+
+    return forge
+
+
+def _calling_pickle(checkpoint: Path) -> None:
+    forged = pickle.dumps(Calls(checkpoint / "called"), protocol=2)
+    (checkpoint / "rng_state.pth").write_bytes(forged)
+
+
+NO_STATE = "trainer_state.json is none of checkpoint 6 that a run has written"
+STAGE_FORGERIES: list[tuple[str, Callable[[Path], object]]] = [
+    # Of which a fused step would read past the end.
+    (
+        "does not fit the optimizer: exp_avg of a weight is of another shape",
+        _first_moment(lambda x: torch.zeros(1)),
+    ),
+    ("does not fit the model: it has no ", _tensors(WEIGHTS, lambda x: dict([*x.items()][1:]))),
+    (
+        "cannot be read: TypeError: the optimizer's exp_avg is torch.complex64",
+        _first_moment(lambda x: x * 1j),
+    ),
+    (
+        "does not fit the optimizer: it has no moments",
+        _pickled("optimizer.pt", lambda saved: saved.update(state={})),
+    ),
+    (
+        "does not fit the optimizer: step is no number",
+        _pickled("optimizer.pt", lambda saved: saved["state"][0].update(step=torch.zeros(2))),
+    ),
+    (
+        "does not fit the optimizer: betas is 5",
+        _pickled("optimizer.pt", lambda saved: saved["param_groups"][0].update(betas=5)),
+    ),
+    (
+        "pytorch_model.bin is none of a stage's files",
+        lambda path: (path / "pytorch_model.bin").touch(),
+    ),
+    (NO_STATE, _trainer_state(global_step=-5)),
+    (NO_STATE, _trainer_state(save_steps=[1])),
+    (
+        "scheduler.pt is none that a run has written",
+        _pickled("scheduler.pt", lambda saved: saved.update(_step_count=[1])),
+    ),
+    ("cannot be read: UnpicklingError", _calling_pickle),
+    ("scheduler.pt is not there", lambda path: (path / "scheduler.pt").unlink()),
+]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "another shape",
-        "a weight less",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in STAGE_FORGERIES),
-    ],
+    "forgeries",
+    [STAGE_FORGERIES[:2], pytest.param(STAGE_FORGERIES[2:], marks=pytest.mark.slow)],
+    ids=["tensors", "others"],
 )
 def test_a_forged_checkpoint_of_a_stage_runs_no_code_and_is_refused(
-    kind: str, stage, folder: Folder, capsys
+    forgeries: list[tuple[str, Callable[[Path], object]]], stage, folder: Folder, capsys
 ) -> None:
     assert cli.main(stage()) == 0
     shutil.rmtree(folder.run / "checkpoint-8")
-    checkpoint = folder.run / "checkpoint-6"
-    says = _forge_a_stage(kind, checkpoint)
-    capsys.readouterr()
-    code = cli.main(stage(resume=True))
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert f"fastppo: {checkpoint}" in said
-    assert says in said
-    assert not (checkpoint / "called").exists()
+    checkpoint, whole = folder.run / "checkpoint-6", folder.path / "whole"
+    folder.run.rename(whole)
+    for says, forge in forgeries:
+        shutil.rmtree(folder.run, ignore_errors=True)
+        shutil.copytree(whole, folder.run)
+        forge(checkpoint)
+        _made_anew(checkpoint)
+        capsys.readouterr()
+        code = cli.main(stage(resume=True))
+        said = capsys.readouterr().err
+        assert code == 2, said
+        assert f"fastppo: {checkpoint}" in said
+        assert says in said
+        assert not (checkpoint / "called").exists()
 
 
 @pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
@@ -913,21 +922,15 @@ def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, ca
     assert "another run: the content of tokens was" in capsys.readouterr().err
 
 
-def test_a_model_that_finds_the_disk_full_is_named(
-    stage, folder: Folder, capsys, small_files
+@pytest.mark.parametrize("checkpoint_interval", [0, 2])
+def test_a_stage_that_finds_the_disk_full_says_what_it_could_not_write(
+    checkpoint_interval: int, stage, folder: Folder, capsys, small_files
 ) -> None:
     small_files(60_000)
-    assert cli.main(stage(checkpoint_interval=0)) == 1
-    assert f"fastppo: {folder.run} could not be written: " in capsys.readouterr().err
-    assert not (folder.run / "config.json").exists()
-
-
-def test_a_stage_that_finds_the_disk_full_says_so(
-    stage, folder: Folder, capsys, small_files
-) -> None:
-    small_files(60_000)
-    assert cli.main(stage()) == 1
+    assert cli.main(stage(checkpoint_interval=checkpoint_interval)) == 1
     said = capsys.readouterr().err
-    assert f"fastppo: checkpoint {folder.run / 'checkpoint-2'} could not be written: " in said
-    assert folder.checkpoints() == []
+    what = f"checkpoint {folder.run / 'checkpoint-2'}" if checkpoint_interval else folder.run
+    assert f"fastppo: {what} could not be written: " in said
     assert "Traceback" not in said
+    assert folder.checkpoints() == []
+    assert not (folder.run / "config.json").exists()

@@ -65,18 +65,6 @@ def test_a_directory_that_is_removed_between_two_records_stays_removed(tmp_path:
     assert not run.exists()
 
 
-def test_a_clock_that_is_set_back_between_two_parts_loses_no_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    for part, clock in enumerate((now, now - 3600)):
-        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-        log = RunLog(tmp_path, Config(seed=3), first=2 * part)
-        log.metrics(2 * part, {"loss": 1.0})
-        log.metrics(2 * part + 1, {"loss": 2.0})
-    assert _scalars(tmp_path, "loss") == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
-
-
 @pytest.mark.parametrize("index", ["iteration", "step"])
 def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     index: str, tmp_path: Path
