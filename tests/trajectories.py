@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from fastppo_kernels import programs
 from fastppo_kernels.records import Discounts, Trajectory
 from torch import Tensor
 
@@ -72,3 +76,17 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     if expected.numel():
         error = (actual.double().cpu() - expected.double().cpu()).abs().max().item()
         assert error <= tolerance * max(1.0, expected.abs().max().item())
+
+
+@contextlib.contextmanager
+def small_blocks(block: int = 8, chunk_blocks: int = 2) -> Iterator[None]:
+    """Of the Triton kernels: one block, one chunk and many chunks in a few dozen tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, small in {
+            "scan": {"block": block, "steps": chunk_blocks},
+            "sums of a sequence": {"block": 4},
+            "moments of a batch": {"block": 4},
+            "moments of a tensor": {"block": 8, "steps": 2},
+        }.items():
+            patch.setitem(programs.TABLE, name, programs.TABLE[name]._replace(**small))
+        yield
