@@ -9,6 +9,8 @@ normal fp32 number may be 0.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +85,140 @@ def draw(
         "advantages": torch.randn(n, generator=g),
         "weights": torch.rand(n, generator=g) + 0.1,
     }
+
+
+N = 13
+"""Rows of `arguments_of`."""
+
+TERMS: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "entropy": {"entropy_coef": 0.1},
+    "dual clip": {"dual_clip": 1.5},
+    "no clip": {"lowest_ratio": -math.inf, "highest_ratio": math.inf},
+    "cispo": {"policy_term": "cispo"},
+    "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 3.0},
+    "dis": {"policy_term": "dis"},
+    "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
+    "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
+    "k3": {"kl_coef": 0.2},
+    "ratio·k1": {"kl_coef": 0.2, "kl_estimator": "k1", "kl_ratio_weighted": True},
+    "ratio·k3": {"kl_coef": 0.2, "kl_ratio_weighted": True},
+    "full KL": {"kl_coef": 0.2, "kl_estimator": "full"},
+    "temperatures": {"temperature": torch.linspace(0.7, 2.0, N), "logit_scale": 1.5},
+    "everything": {
+        "kl_coef": 0.2,
+        "kl_estimator": "full",
+        "entropy_coef": -0.3,
+        "dual_clip": 1.5,
+        "temperature": torch.linspace(0.7, 2.0, N),
+        "logit_scale": 1.5,
+        "softcap": 8.0,
+    },
+}
+
+
+def arguments_of(
+    term: str, vocab: int = 37, dtype: torch.dtype = torch.float32, change: str = ""
+) -> dict[str, Any]:
+    """Flat ones: logits in `dtype`, the rest in fp32. "masked": rows of weight 0, which hold NaN in
+    everything; "far": ratios and references on both sides of every bound, and at their limits."""
+    given = draw(N, vocab, dtype) | TERMS[term]
+    logprobs = logprobs_of(given["logits"], given["tokens"], operands(given)[0].softmax).float()
+    given["old_logprobs"] = logprobs + 0.3 * torch.randn(N)
+    given["ref_logprobs"] = given["old_logprobs"] - 0.3
+    given["importance_weights"] = torch.rand(N) + 0.5
+    if given.get("kl_estimator") == "full":
+        given["ref_logits"] = draw(N, vocab, dtype, seed=1)["logits"]
+    if change == "far":
+        given["old_logprobs"] = logprobs - torch.tensor(
+            [0.01, 0.5, 0.5, -0.5, -0.5, 25.0, -25.0, 0.5, -0.5, 25.0, 0.01, 0.5, -0.5]
+        )
+        given["ref_logprobs"] = logprobs + torch.tensor(
+            [1e-4, -3.0, 1.0, -3.0, 1.0, 1.0, -3.0, -30.0, 30.0, -3.0, 1e-4, -30.0, 30.0]
+        )
+    if change == "masked":
+        given["weights"][::3] = 0.0
+        given["tokens"][::3] = -100
+        for name in ("logits", "old_logprobs", "advantages", "ref_logprobs", "importance_weights"):
+            given[name][::3] = torch.nan
+    return given
+
+
+def peaked(x: Tensor, tokens: Tensor, nats: float) -> None:
+    """The token's probability is e^{-nats} below 1."""
+    others = x.scatter(1, tokens[:, None], -torch.inf).logsumexp(-1, keepdim=True)
+    x.scatter_(1, tokens[:, None], others + nats)
+
+
+def peaked_elsewhere(x: Tensor, tokens: Tensor, nats: float) -> None:
+    """So much above what is likeliest."""
+    x[:, 1200] = x.amax(-1) + nats
+
+
+def ruled_out(x: Tensor, tokens: Tensor, fill: float) -> None:
+    """All but the token; every second column, a token among them; whole tiles."""
+    x[0] = fill
+    x[0, tokens[0]] = 1.0
+    x[1:, ::2] = fill
+    tokens[1] = 4
+    x[2, :1500] = fill
+    tokens[2] = 2001
+
+
+def moved(x: Tensor, tokens: Tensor, offset: float) -> None:
+    x += offset
+
+
+def a_row_of(x: Tensor, tokens: Tensor, fill: float) -> None:
+    x[2] = fill
+
+
+def a_logit_of(x: Tensor, tokens: Tensor, fill: float) -> None:
+    x[2, 7] = fill
+
+
+LOWEST = torch.finfo(torch.float32).min
+CHANGES: dict[str, tuple[Callable[[Tensor, Tensor, float], None], float]] = {
+    "peaked by 12 nats": (peaked, 12.0),
+    # At 30 the definition in fp64 has lost five digits of its 1 − p, too.
+    "peaked by 20 nats": (peaked, 20.0),
+    "peaked by 5 nats elsewhere": (peaked_elsewhere, 5.0),
+    "peaked by 20 nats elsewhere": (peaked_elsewhere, 20.0),
+    "1000 above": (moved, 1000.0),
+    "1000 below": (moved, -1000.0),
+    "10000 above": (moved, 10_000.0),
+    "10000 below": (moved, -10_000.0),
+    "columns at −inf": (ruled_out, -torch.inf),
+    "columns at the lowest number": (ruled_out, LOWEST),
+    "a row of −inf": (a_row_of, -torch.inf),
+    "a row of the lowest number": (a_row_of, LOWEST),
+    "a row of NaN": (a_row_of, torch.nan),
+    "a row of inf": (a_row_of, torch.inf),
+    "a NaN whose sign bit is set": (a_logit_of, math.copysign(torch.nan, -1.0)),
+}
+"""What is done to rows that are drawn, and with which number."""
+
+EDGES = [
+    (case, softcap)
+    for case in CHANGES
+    for softcap in (None, 5.0)
+    if softcap is None or "000" not in case  # far beyond the cap fp64 has no slope left
+]
+
+
+def at_the_edge(case: str, softcap: float | None) -> tuple[dict[str, Any], StatsGradients]:
+    """Arguments of a loss of such rows, and gradients of their statistics. With a cap the rows do
+    not lie on 16 bytes."""
+    given = draw(5, 2064 if softcap is None else 2051)
+    given |= {"entropy_coef": -0.1, "softcap": softcap}
+    given["advantages"].abs_()  # of the entropy's sign: no term cancels another
+    change, number = CHANGES[case]
+    change(given["logits"], given["tokens"], number)
+    logprobs = logprobs_of(given["logits"], given["tokens"], operands(given)[0].softmax)
+    given["old_logprobs"] = torch.where(logprobs > -1e20, logprobs, -3.0).float() + 0.1
+    # A ruled-out token's logprob has no gradient in the definition.
+    by_logprob = torch.where(logprobs < -1e20, 0.0, -torch.rand(5))
+    return given, StatsGradients(by_logprob, torch.rand(5))
 
 
 def assert_statistic(got: Tensor, want: Tensor, name: str) -> None:

@@ -27,67 +27,26 @@ import torch
 from fastppo_kernels import cpu_rows, cpu_threads, definition
 from fastppo_kernels.records import PPORows, StatsGradients
 from rows import (
+    EDGES,
     PLAIN,
+    TERMS,
+    N,
+    arguments_of,
     assert_gradient,
     assert_statistic,
     assert_statistics,
+    at_the_edge,
     defined_statistics,
     draw,
     in_fp64,
     logprobs_of,
     operands,
+    peaked,
 )
 from torch import Tensor
 
-from fastppo.functional.operators import row_functions_of
-
-N = 13
 VOCABULARIES = (3, 37, 2051)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-TERMS: dict[str, dict[str, Any]] = {
-    "policy": {},
-    "entropy": {"entropy_coef": 0.1},
-    "dual clip": {"dual_clip": 1.5},
-    "cispo": {"policy_term": "cispo"},
-    "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 3.0},
-    "dis": {"policy_term": "dis"},
-    "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
-    "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
-    "k3": {"kl_coef": 0.2},
-    "ratio·k1": {"kl_coef": 0.2, "kl_estimator": "k1", "kl_ratio_weighted": True},
-    "ratio·k3": {"kl_coef": 0.2, "kl_ratio_weighted": True},
-    "full KL": {"kl_coef": 0.2, "kl_estimator": "full"},
-    "temperatures": {"temperature": torch.linspace(0.7, 2.0, N), "logit_scale": 1.5},
-    "everything": {
-        "kl_coef": 0.2,
-        "kl_estimator": "full",
-        "entropy_coef": -0.3,
-        "dual_clip": 1.5,
-        "temperature": torch.linspace(0.7, 2.0, N),
-        "logit_scale": 1.5,
-        "softcap": 8.0,
-    },
-}
-
-
-def arguments(
-    term: str, vocab: int = 37, dtype: torch.dtype = torch.float32, *, masked: bool = False
-) -> dict[str, Any]:
-    """Flat ones: logits in `dtype`, the rest in fp32."""
-    given = draw(N, vocab, dtype) | TERMS[term]
-    softmax = operands(given)[0].softmax
-    logprobs = logprobs_of(given["logits"], given["tokens"], softmax).float()
-    given["old_logprobs"] = logprobs + 0.3 * torch.randn(N)
-    given["ref_logprobs"] = given["old_logprobs"] - 0.3
-    given["importance_weights"] = torch.rand(N) + 0.5
-    if given.get("kl_estimator") == "full":
-        given["ref_logits"] = draw(N, vocab, dtype, seed=1)["logits"]
-    if masked:
-        given["weights"][::3] = 0.0
-        for name in ("logits", "old_logprobs", "advantages", "ref_logprobs", "importance_weights"):
-            given[name][::3] = torch.nan
-    return given
 
 
 def assert_rows_gradient(
@@ -152,15 +111,17 @@ def check_statistics(given: dict[str, Any], grads: StatsGradients) -> None:
 
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize(
-    ("vocab", "dtype", "masked"),
-    [(vocab, torch.float32, vocab == 37) for vocab in VOCABULARIES]
-    + [(2051, dtype, True) for dtype in DTYPES[1:]],
+    ("vocab", "dtype", "change"),
+    [
+        *((vocab, torch.float32, "") for vocab in VOCABULARIES),
+        *((37, torch.float32, change) for change in ("masked", "far")),
+        *((2051, dtype, "masked") for dtype in DTYPES[1:]),
+    ],
 )
 def test_loss_and_gradient_are_the_definition_s(
-    term: str, vocab: int, dtype: torch.dtype, masked: bool
+    term: str, vocab: int, dtype: torch.dtype, change: str
 ) -> None:
-    """Rows of weight 0 hold NaN in everything."""
-    found = check_loss(arguments(term, vocab, dtype, masked=masked))
+    found = check_loss(arguments_of(term, vocab, dtype, change))
     assert found.grad is not None
     assert found.grad.isfinite().all()
 
@@ -171,7 +132,7 @@ def test_loss_and_gradient_are_the_definition_s(
 def test_statistics_and_their_gradients_are_the_definition_s(
     term: str, upstream: str, dtype: torch.dtype
 ) -> None:
-    given = arguments(term, 2051, dtype)
+    given = arguments_of(term, 2051, dtype)
     g = torch.randn(3, N)
     if upstream == "some rows":
         g[:, ::2] = 0
@@ -184,67 +145,11 @@ def test_statistics_and_their_gradients_are_the_definition_s(
 # --------------------------------------------------------------------------------- numbers of a row
 
 
-def peaked(x: Tensor, tokens: Tensor, nats: float) -> None:
-    """The token's probability is e^{-nats} below 1."""
-    others = x.scatter(1, tokens[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    x.scatter_(1, tokens[:, None], others + nats)
-
-
-def ruled_out(x: Tensor, tokens: Tensor, fill: float) -> None:
-    """Every second column, a token among them, and all but the token."""
-    x[:, ::2] = fill
-    x[0] = fill
-    x[0, tokens[0]] = 1.0
-    tokens[1] = 4
-
-
-def moved(x: Tensor, tokens: Tensor, offset: float) -> None:
-    x += offset
-
-
-def a_row_of(x: Tensor, tokens: Tensor, fill: float) -> None:
-    x[2] = fill
-
-
-def a_logit_of(x: Tensor, tokens: Tensor, fill: float) -> None:
-    x[2, 7] = fill
-
-
-LOWEST = torch.finfo(torch.float32).min
-ROWS: dict[str, tuple[Any, float]] = {
-    "peaked by 12 nats": (peaked, 12.0),
-    "peaked by 20 nats": (peaked, 20.0),
-    "1000 above": (moved, 1000.0),
-    "1000 below": (moved, -1000.0),
-    "10000 above": (moved, 10_000.0),
-    "10000 below": (moved, -10_000.0),
-    "columns at −inf": (ruled_out, -torch.inf),
-    "columns at the lowest number": (ruled_out, LOWEST),
-    "a row of −inf": (a_row_of, -torch.inf),
-    "a row of the lowest number": (a_row_of, LOWEST),
-    "a row of NaN": (a_row_of, torch.nan),
-    "a row of inf": (a_row_of, torch.inf),
-    "a NaN whose sign bit is set": (a_logit_of, math.copysign(torch.nan, -1.0)),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "softcap"),
-    # Far beyond the cap fp64 has no slope left to compare with.
-    [(case, None) for case in ROWS] + [(case, 5.0) for case in ROWS if "1000" not in case],
-)
+@pytest.mark.parametrize(("case", "softcap"), EDGES)
 def test_rows_at_the_edge_of_the_numbers(case: str, softcap: float | None) -> None:
-    given = draw(N, 2051) | {"entropy_coef": -0.1, "softcap": softcap}
-    given["advantages"].abs_()  # of the entropy's sign: no term cancels another
-    change, number = ROWS[case]
-    change(given["logits"], given["tokens"], number)
-    softmax = operands(given)[0].softmax
-    logprobs = logprobs_of(given["logits"], given["tokens"], softmax)
-    given["old_logprobs"] = torch.where(logprobs > -1e20, logprobs, -3.0).float() + 0.1
+    given, upstream = at_the_edge(case, softcap)
     check_loss(given)
-    # A ruled-out token's logprob has none in the definition: see test_triton_rows.py.
-    by_logprob = torch.where(logprobs < -1e20, 0.0, -torch.rand(N))
-    check_statistics(given, StatsGradients(by_logprob, torch.rand(N)))
+    check_statistics(given, upstream)
 
 
 def test_tokens_at_both_ends_of_a_block() -> None:
@@ -307,7 +212,7 @@ def test_one_minus_p_keeps_its_digits(nats: float) -> None:
 
 
 def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
-    given = arguments("full KL") | {"kl_coef": 0.0}
+    given = arguments_of("full KL") | {"kl_coef": 0.0}
     given["ref_logits"][0, 5] = -torch.inf
     found = check_loss(given)
     assert found.grad is not None
@@ -348,48 +253,12 @@ def test_rows_of_a_view_are_taken_where_they_lie(dtype: torch.dtype) -> None:
     assert whole.isnan().all()
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, N])
-def test_a_chunk_holds_the_rows_that_have_a_gradient(count: int) -> None:
-    """One behind the other in the logits' memory, a few without one filling up GEMM_ROWS."""
-    given, _ = operands(arguments("policy"))
-    given.per_token.advantages[torch.arange(N) % N >= count] = 0.0
-    given = given._replace(per_token=given.per_token.at(torch.randperm(N)))
-    wanted = cpu_rows.ppo_loss(*given)
-    assert wanted.grad is not None
-    over = given._replace(logits=given.logits.clone())
-    found, live = cpu_rows.chunk_ppo_loss(*over)
-    for name in ("sums", "logprobs", "entropy", "kl"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name))
-    moving = (wanted.grad != 0).any(1)
-    if not moving.any():
-        assert found.grad is None
-        assert live is None
-        return
-    assert found.grad is not None
-    assert found.grad.data_ptr() == over.logits.data_ptr()
-    live = torch.arange(N) if live is None else live
-    rows = cpu_rows.GEMM_ROWS
-    assert len(live) == min(N, -(-int(moving.sum()) // rows) * rows)
-    assert set(moving.nonzero().flatten().tolist()) <= set(live.tolist())
-    assert torch.equal(found.grad, wanted.grad[live])
-    without, _ = cpu_rows.chunk_ppo_loss(*given, need_grad=False)
-    assert without.grad is None
-
-
-def test_fp64_logits_go_to_the_definition() -> None:
-    given, rest = operands(in_fp64(arguments("everything")))
-    wanted = definition.ppo_loss(*given, **rest)
-    found = row_functions_of("cpu", torch.float64).ppo_loss(*given, **rest)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
-
-
 # ----------------------------------------------------------------------------- threads, forks, disk
 
 
 def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
-    given, rest = operands(arguments("everything", 2051))
+    given, rest = operands(arguments_of("everything", 2051))
     wanted = cpu_rows.ppo_loss(*given, **rest)
     try:
         torch.set_num_threads(3)
