@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import random_batch
 
+from fastppo import gae
 from fastppo.models.policy import BatchEvaluation
 from fastppo.ppo.advantages import BatchAdvantages, make_advantages
 from fastppo.ppo.config import CRITIC_FREE, PPOConfig
@@ -56,21 +57,11 @@ def test_sequence_advantages_are_reward_less_value_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
-def test_gae_is_its_recursion_token_by_token(lam: float) -> None:
-    """δ_t = r_t + γ·V_next − V_t, A_t = δ_t + γλ·A_next: one step at λ = 0, Monte Carlo at 1."""
-    wanted = []
-    for score, values in zip(SCORES, VALUES, strict=True):
-        following = torch.tensor(0.0)
-        of_response: list[torch.Tensor] = []
-        for t in reversed(range(len(values))):
-            last = t == len(values) - 1
-            delta = (score if last else 0.9 * values[t + 1]) - values[t]
-            following = delta + 0.9 * lam * following
-            of_response.insert(0, following)
-        wanted += of_response
+def test_gae_has_the_scores_at_the_last_tokens_and_the_discounts_of_the_options(lam: float) -> None:
+    rewards = torch.zeros(9).index_copy(0, BATCH.cu_seqlens[1:].long() - 1, SCORES)
+    wanted = gae(rewards, OLD.values, cu_seqlens=BATCH.cu_seqlens, gamma=0.9, lam=lam)
     learned = _made("gae", gamma=0.9, lam=lam)
-    torch.testing.assert_close(learned.advantages, torch.stack(wanted))
-    torch.testing.assert_close(learned.returns, learned.advantages + OLD.values)
+    torch.testing.assert_close((learned.advantages, learned.returns), tuple(wanted))
 
 
 # ------------------------------------------------------------------------ without a value function

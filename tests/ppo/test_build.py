@@ -17,7 +17,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
-from runs import make_trainer, scores_of
+from runs import make_trainer
 
 
 def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
@@ -104,29 +104,14 @@ def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -
         monitor_rewards=[tiny.saved_reward_model(tmp_path / "rm")],
         reward_weights=[8.0, -0.5, 3.0],
         reward_ensemble=[spec, spec],
+        reward_ensemble_by="lcb",
     ).scorer
     terms = [(term.name, term.weight) for term in scorer.terms]
     assert terms == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
+    assert scorer.terms[-1].function.by == "lcb"
     (monitor,) = scorer.monitors
     assert (monitor.name, monitor.weight, monitor.function.batch_size) == ("rm", 1.0, 32)
     assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"
-
-
-def test_an_ensemble_is_one_reward(tmp_path: Path) -> None:
-    (tmp_path / "many.py").write_text(
-        "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
-        "def three(prompts, completions):\n    return [3.0] * len(prompts)\n"
-    )
-    trainer = make_trainer(
-        tmp_path,
-        rewards=[tiny.count_w7],
-        reward_ensemble=[f"{tmp_path}/many.py:one", f"{tmp_path}/many.py:three"],
-        reward_ensemble_by="lcb",
-        reward_weights=[1.0, 10.0],
-    )
-    scores = scores_of(trainer, [[10, 1], [5, 1]])
-    assert scores.total.tolist() == [1 / 8 + 10, 10], "the mean of 1 and 3, less their deviation"
-    assert trainer.train()["ensemble_disagreement"] == 1.0
 
 
 # ------------------------------------------------------------------------------------ the reference

@@ -96,11 +96,6 @@ def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str)
         assert [DIFFICULTY[row] for row in rows] == sorted(DIFFICULTY)
 
 
-def test_a_function_may_return_numbers_of_numpy(functions: str) -> None:
-    curriculum, _, _ = _curriculum(prompt_weights=f"{functions}:of_numpy")
-    assert curriculum.weights == [2.0] * COUNT
-
-
 def test_equal_ones_are_shuffled_in_each_epoch() -> None:
     curriculum, state, _ = _curriculum(_prompts(same=[1] * COUNT), prompt_order="same")
     assert [*chain(*_asked(curriculum, state, 4, 5))] == visiting_order(COUNT, 0, 20, 0)
@@ -152,19 +147,6 @@ def test_a_prompt_whose_last_responses_all_solved_it_is_asked_no_more() -> None:
     curriculum, state, _ = _curriculum(solved_reward=6.0)
     state.successes = {0: "1" * WINDOW, 1: "0" + "1" * (WINDOW - 1), 2: "1" * (WINDOW - 1)}
     assert {*curriculum.at(state, COUNT - 1, 0, 1).rows} == {*range(1, COUNT)}
-
-
-def test_what_was_solved_is_a_metric_and_decides_what_is_asked_next() -> None:
-    """Row n earns n, and 6 is enough: eight samples of it fill its window."""
-    curriculum, state, _ = _curriculum(solved_reward=6.0)
-    chosen = curriculum.at(state, 5, 0, WINDOW)
-    rewards = torch.tensor([float(row) for row in chosen.rows])
-    solved = len({row for row in chosen.rows if row >= 6})
-    assert 0 < solved < 5
-    metrics = curriculum.take(chosen, Scores(rewards), state)
-    assert metrics == {"solved": solved / 5, "left_out": solved / COUNT}
-    asked = {*curriculum.at(state, 2 * COUNT, 0, 1).rows}
-    assert asked == {*range(COUNT)} - {row for row in chosen.rows if row >= 6}
 
 
 def test_a_reward_of_just_the_bound_has_solved_its_prompt() -> None:

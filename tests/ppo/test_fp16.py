@@ -72,20 +72,16 @@ def test_a_clip_is_of_the_gradient_without_its_scale(tmp_path: Path) -> None:
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.05)
 
 
-def test_what_is_not_finite_under_the_least_scale_is_skipped_as_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("broken", ["gradient under the least scale", "loss"])
+def test_what_is_not_finite_and_no_overflow_is_skipped_as_ever(broken: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
     experience = first_experience(trainer)
-    _set_scale(trainer, LEAST_SCALE)
-    weight = trainer.model.causal_lm.lm_head.weight
-    weight.register_hook(lambda gradient: gradient * float("inf"))
-    metrics = trainer.update(experience, trainer.config)
-    assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
-
-
-def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
-    experience = first_experience(trainer)
-    experience.advantages[0] = float("nan")
+    if broken == "loss":
+        experience.advantages[0] = float("nan")
+    else:
+        _set_scale(trainer, LEAST_SCALE)
+        weight = trainer.model.causal_lm.lm_head.weight
+        weight.register_hook(lambda gradient: gradient * float("inf"))
     metrics = trainer.update(experience, trainer.config)
     assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import environments
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -19,8 +18,6 @@ from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, MOST_SKIPPED, RunState
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rewards.reward import RewardError
-from fastppo.run.log import read_jsonl
 from runs import first_experience, make_trainer, one_step
 
 # ------------------------------------------------------------------------------------- the state
@@ -118,80 +115,16 @@ def test_thresholds_that_the_user_chose_are_missed_and_the_default_ones_are_not(
 
 # ------------------------------------------------------------------------------- a run that goes on
 
-TIMING = ("seconds/", "tokens_per_second")
 
-
-def _trainer(directory: Path, reward=tiny.count_w7, **options) -> PPOTrainer:
+def _trainer(directory: Path, **options: Any) -> PPOTrainer:
     chosen = {
-        "iterations": 4,
         "checkpoint_interval": 1,
         "lr_schedule": "cosine",
         "warmup_steps": 3,
         "kl_controller": "adaptive",
         "kl_horizon": 100.0,
     }
-    return PPOTrainer(
-        PPOConfig(**tiny.options(directory, **chosen | options)),
-        model=tiny.model(),
-        tokenizer=tiny.tokenizer(),
-        prompts=tiny.PROMPTS,
-        rewards=[reward],
-    )
-
-
-def _noisy_reward(stop_at: int | None):
-    """A reward that draws from Python's and numpy's generators, and stops the run on a call."""
-    calls = 0
-
-    def noisy(prompts, completions):
-        nonlocal calls
-        calls += 1
-        if calls == stop_at:
-            raise RuntimeError("enough")
-        noise = 0.01 * random.random() + 0.01 * float(np.random.rand())
-        return [value + noise for value in tiny.count_w7(prompts, completions)]
-
-    return noisy
-
-
-def _without_timing(run: Path) -> list[dict]:
-    return [
-        {name: value for name, value in record.items() if not name.startswith(TIMING)}
-        for record in read_jsonl(run / "metrics.jsonl")
-    ]
-
-
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
-    random.seed(1)
-    np.random.seed(1)
-    uninterrupted = _trainer(tmp_path / "whole", _noisy_reward(None), lora_rank=lora_rank)
-    uninterrupted.train()
-
-    random.seed(1)
-    np.random.seed(1)
-    stopped = _trainer(tmp_path / "parts", _noisy_reward(stop_at=3), lora_rank=lora_rank)
-    with pytest.raises(RewardError, match="enough"):
-        stopped.train()
-    random.seed(99)  # whatever stands there is replaced
-    np.random.seed(99)
-    torch.manual_seed(99)
-    resumed = _trainer(tmp_path / "parts", _noisy_reward(None), lora_rank=lora_rank, resume=True)
-    resumed.train()
-
-    for (name, one), other in zip(
-        uninterrupted.model.named_parameters(), resumed.model.parameters(), strict=True
-    ):
-        assert torch.equal(one, other), name
-    assert uninterrupted.state.state_dict() == resumed.state.state_dict()
-    both = [trainer.state.value_regression.tensors() for trainer in (uninterrupted, resumed)]
-    assert both[0].keys() == {"moments", "heads", "errors"}
-    assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
-    runs = [tmp_path / part / "run" for part in ("whole", "parts")]
-    assert _without_timing(runs[0]) == _without_timing(runs[1])
-    assert [read_jsonl(run / "samples.jsonl") for run in runs[:1]] == [
-        read_jsonl(run / "samples.jsonl") for run in runs[1:]
-    ]
+    return make_trainer(directory, **chosen | options)
 
 
 def _same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
 from fastppo.rewards.loading import load_reward
 from fastppo.rewards.model import RewardModel, sequence_scores
@@ -34,11 +36,6 @@ def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> Non
     reward = RewardModel(tiny.saved_reward_model(tmp_path))
     prompt = [{"role": "user", "content": "w9"}]
     assert reward([prompt], [" w8"]) == reward(["w1 w9 w2 "], ["w8"])
-
-
-def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="with 3 labels; expected a sequence classifier with 1"):
-        RewardModel(tiny.saved_reward_model(tmp_path, labels=3))
 
 
 def test_a_text_is_no_longer_than_the_context_and_what_the_model_was_trained_with(tmp_path) -> None:
@@ -74,16 +71,21 @@ def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
 # ------------------------------------------------------------------------------------- what is none
 
 
-def test_a_causal_lm_is_no_reward_model(tmp_path) -> None:
-    with pytest.raises(
-        ValueError, match="is a LlamaForCausalLM with 2 labels; expected a sequence"
-    ):
-        load_reward(tiny.saved_model(tmp_path / "sft"))
-
-
-def test_a_reward_model_without_its_head_is_refused(tmp_path) -> None:
+def _without_its_head(path: Path) -> str:
     """Its scores would be random."""
-    headless = tiny.without_weight(tiny.saved_reward_model(tmp_path), "score.weight")
-    says = r"reward .* lacks weights of LlamaForSequenceClassification: score\.weight"
+    return tiny.without_weight(tiny.saved_reward_model(path), "score.weight")
+
+
+@pytest.mark.parametrize(
+    ("save", "says"),
+    [
+        (tiny.saved_model, "is a LlamaForCausalLM with 2 labels; expected a sequence"),
+        (partial(tiny.saved_reward_model, labels=3), "3 labels; expected a sequence classifier"),
+        (_without_its_head, r"reward .* lacks weights of LlamaForSeq.*: score\.weight"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(
+    save: Callable[[Path], str], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=says):
-        load_reward(headless)
+        load_reward(save(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ import tiny
 import torch
 import waits
 from policies import make_policy
-from replayed import Replayed
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -230,6 +231,34 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
         torch.testing.assert_close(torch.cat(actual.logprobs), wanted.logprobs, rtol=0, atol=bound)
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+class Replayed:
+    """A decoding step as the operations that it is of, on the tensors that it reads and writes.
+
+    With a CUDA graph it has in common that no line of Python runs again and no number of the host's
+    changes.
+
+    Args:
+        step: of a batch at fixed shapes.
+        memory: what the step writes to, with its cache.
+    """
+
+    def __init__(self, step: Callable[[], None], memory: Any) -> None:
+        held = [x for x in vars(memory).values() if isinstance(x, Tensor)]
+        held += [x for x in vars(memory.record).values() if isinstance(x, Tensor)]
+        held.append(memory.cache.position)
+        for layer in memory.cache.layers:
+            held += [layer.all_keys, layer.all_values] if layer.is_initialized else []
+        before = [x.clone() for x in held]
+        self._operations = make_fx(step)()  # runs the step, and a capture runs nothing
+        for x, value in zip(held, before, strict=True):
+            x.copy_(value)
+        self._device = memory.next.device.type
+
+    def replay(self) -> None:
+        with torch.autocast(self._device, enabled=False):  # its casts are among the operations
+            self._operations()
 
 
 @pytest.mark.parametrize(
