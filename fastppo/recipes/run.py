@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fastppo.data.files import write_whole
 from fastppo.ppo.config import PPOConfig
-from fastppo.recipes.catalogue import NOT_MEASURED, RECIPES, Recipe
+from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
@@ -114,7 +114,7 @@ def run_recipe(
         )
     if not config.resume and not only_prepare:
         check_no_run(config.output_dir)
-    time = recipe.minutes if recipe.minutes.startswith("not ") else f"{recipe.minutes} minutes"
+    time = recipe.minutes if recipe.minutes == "not run" else f"{recipe.minutes} minutes"
     say(console, f"{recipe.name}: {recipe.line}\n{recipe.takes}; {time}")
     prepare(recipe, out, config.seed, console)
     if only_prepare:
@@ -131,7 +131,7 @@ def show_recipes(console: Console) -> None:
     table = Table(title="fastppo recipe NAME", title_justify="left")
     table.add_column("name", no_wrap=True, min_width=max(len(recipe.name) for recipe in RECIPES))
     is_wide = console.width >= WIDE
-    table.add_column("minutes", no_wrap=True, min_width=len(NOT_MEASURED))
+    table.add_column("minutes", no_wrap=True)
     for title in ("what", "takes") if is_wide else ("what",):
         table.add_column(title)
     for recipe in RECIPES:
