@@ -239,7 +239,8 @@ def run(
         title = titles[id(case)]
         floor = ceilings.floor(case.bytes_moved, case.flop, case.dtype)
         ours_and_eager = [provider.name for provider in case.providers]
-        if time.monotonic() - start > work.seconds:
+        # The first is measured however long the ceilings took: it may be all that was asked for.
+        if case is not every[0] and time.monotonic() - start > work.seconds:
             progress(f"{title}: skipped")
             detail = f"skipped, since {work.seconds:.0f} s were over before its turn"
             return Result(case, floor, [Row(name, "skipped", detail) for name in ours_and_eager])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastppo.ppo.rollout_options import TurnOptions
+from fastppo.ppo.rollout_options import TurnOptions, check_stop_strings
 from fastppo.run.options import option
 
 
@@ -51,6 +51,7 @@ class GenerateConfig(TurnOptions):
     )
 
     def check(self) -> None:
+        check_stop_strings(self.stop_strings)
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
         if self.max_turns != TurnOptions.max_turns and not self.environment:

@@ -14,7 +14,7 @@ from fastppo.functional import scalars
 from fastppo.functional.scalars import CLIPPED_SURROGATES
 from fastppo.ppo.prompt_options import CurriculumOptions, EvaluationOptions, PromptOptions
 from fastppo.ppo.reward_options import RewardOptions
-from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
+from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions, check_stop_strings
 from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import (
     Options,
@@ -318,6 +318,7 @@ class PPOConfig(
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 
     def check(self) -> None:
+        check_stop_strings(self.stop_strings)
         check_batches(self)
         check_models(self)
         check_rewards(self)
@@ -707,6 +708,8 @@ def check_watching(config: PPOConfig) -> None:
             f"checkpoint_best must name a metric, as `reward` or `min:kl`, got "
             f"{config.checkpoint_best!r}"
         )
+    if (config.checkpoint_best or "").removeprefix("min:").startswith("eval/"):
+        config.have_effect_only("checkpoint_best", where=config.eval_prompts, needs="eval_prompts")
     for text in config.warn_if:
         parse_threshold(text, "warn_if")
     for text in config.stop_if:

@@ -9,6 +9,12 @@ from typing import Literal
 from fastppo.run.options import Options, option
 
 
+def check_stop_strings(strings: Sequence[str]) -> None:
+    """Raises ValueError for a string that is in every text."""
+    if "" in strings:
+        raise ValueError("stop_strings holds an empty string, which every text contains")
+
+
 @dataclass(kw_only=True, frozen=True)
 class RolloutOptions(Options):
     """Rollout."""

@@ -21,14 +21,12 @@ class StopStrings:
         strings: not empty, any of them ends a response.
 
     Raises:
-        ValueError: strings without a tokenizer, an empty string, or one with a special token in it.
+        ValueError: strings without a tokenizer, or one with a special token in it.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         if strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer to decode with; the engine has none")
-        if "" in strings:
-            raise ValueError("stop_strings holds an empty string, which every text contains")
         special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if token]
         for string in strings:
             contained = next((token for token in special if token in string), None)

@@ -29,7 +29,6 @@ def test_a_character_of_several_tokens_is_found_whole() -> None:
     ("tokenizer", "strings", "says"),
     [
         (None, ["x"], "need a tokenizer"),
-        (tiny.tokenizer(), ["x", ""], "an empty string"),
         (tiny.tokenizer(), ["x", "w1 <eos>"], r"special token '<eos>', .* stop_token_ids \(1\)"),
     ],
 )
