@@ -27,6 +27,7 @@ TRL: dict[str, tuple[str, ...]] = {
     "stop_token_id": ("stop_token_ids",),
     "total_episodes": ("iterations", "rollout_batch_size"),
     "use_peft": ("lora_rank",),
+    "whiten_rewards": (),
     # TrainingArguments of transformers
     "adam_epsilon": (),
     "bf16": ("precision",),
