@@ -156,7 +156,7 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
 
 
 def number_of(record: dict[str, Any]) -> Any:
-    """Of the iteration of a record: a person counts from 1, records from 0."""
+    """The number of a record's iteration: a person counts from 1, records from 0."""
     return record["iteration"] + 1
 
 

@@ -351,4 +351,4 @@ def test_a_single_iteration_is_not_drawn_as_the_first_of_a_hundred(run: Path) ->
     page = write_report(run)
     told = "document.title = JSON.stringify(entries.map(({plot}) => plot?.scales.x.max))"
     page.write_text(page.read_text() + f"<script>setTimeout(() => {{ {told} }}, 1000)</script>")
-    assert "<title>[0.5,0.5,0.5," in _in_browser(page)
+    assert "<title>[1.5,1.5,1.5," in _in_browser(page)
