@@ -7,6 +7,9 @@ it.
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["fastppo", "fastppo.*"]), "fastppo_kernels"],
+    packages=[
+        *find_packages(include=["fastppo", "fastppo.*"]),
+        *find_packages("kernels", include=["fastppo_kernels", "fastppo_kernels.*"]),
+    ],
     package_dir={"fastppo_kernels": "kernels/fastppo_kernels"},
 )

@@ -72,7 +72,7 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="of tune: put the rows into kernels/fastppo_kernels/programs.py",
+        help="of tune: put the rows into kernels/fastppo_kernels/triton/programs.py",
     )
     return parser
 

@@ -48,7 +48,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 @contextlib.contextmanager
 def launches(*, replaced: bool) -> Iterator[list[str]]:
     """The names of the kernels that are launched; `replaced`: by nothing."""
-    from fastppo_kernels.triton_scale import _scale_kernel
+    from fastppo_kernels.triton.scale import _scale_kernel
 
     kind = type(_scale_kernel)  # Triton's class of kernels, or its interpreter's
     original = kind.__getitem__

@@ -223,7 +223,7 @@ def trainer(bench: Bench, tiny: bool) -> None:
 
     from benchmarks.shapes import MODELS
     from benchmarks.training import iterate, make_config, make_model, make_tokenizer, prompt_texts
-    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.options.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
     on_gpu = bench.device.type == "cuda"

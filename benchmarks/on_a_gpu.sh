@@ -43,7 +43,7 @@ case $step in
 2)
   say "row kernels"
   part 100 rows
-  say "their programs: rows for kernels/fastppo_kernels/programs.py"
+  say "their programs: rows for kernels/fastppo_kernels/triton/programs.py"
   timeout 120 "$python" -m benchmarks tune --seconds 100 --device "$device" ${TINY:+--quick} 2>&1 | tee "$out/programs.txt"
   say "fused head, by chunk size"
   part 100 head

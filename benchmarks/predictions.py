@@ -66,8 +66,8 @@ class Range(NamedTuple):
 
 
 class RowKernel(NamedTuple):
-    """A kernel over rows of bf16 logits. Counts are of `tests/cost.py` for sm_90, an element: see
-    kernels/NOTES.md, whose table a test compares them with."""
+    """A kernel over rows of bf16 logits. Counts per element come from `tests/tools/cost.py`, for
+    sm_90. A test compares them with the table in kernels/NOTES.md."""
 
     passes: int
     """Over memory, of one row: logits, reference's logits, gradient."""

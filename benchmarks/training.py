@@ -137,7 +137,7 @@ class Lab:
     def trainer(self) -> Any:
         from rich.console import Console
 
-        from fastppo.ppo.config import PPOConfig
+        from fastppo.ppo.options.config import PPOConfig
         from fastppo.ppo.trainer import PPOTrainer
 
         if self._trainer is None:

@@ -171,7 +171,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
     from rich.console import Console
 
     from benchmarks.training import prompt_texts
-    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.options.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.rewards.model import RewardModel
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks tune`: the kernels' table of programs by measurement, in place of counts.
 
-For each row of `fastppo_kernels.programs.TABLE` that has candidates here, every candidate is put
+For each row of `fastppo_kernels.triton.programs.TABLE` with candidates here, every candidate is put
 into the table, what the row is for is timed, and the row that should stand there is printed. What
 stands there stays unless another is faster by more than `MARGIN`. With --write the rows replace
 those of the file.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fastppo_kernels import programs
-from fastppo_kernels.programs import TABLE, Program
+from fastppo_kernels.triton import programs
+from fastppo_kernels.triton.programs import TABLE, Program
 
 import fastppo
 from benchmarks import measure, on_a_gpu
@@ -62,7 +62,7 @@ def works(device: torch.device, *, tiny: bool) -> list[Work]:
         )
 
     def scale() -> Callable[[], object]:
-        from fastppo_kernels.triton_scale import scale_
+        from fastppo_kernels.triton.scale import scale_
 
         shape = (2, 1040) if tiny else (4096, 151936)
         x = torch.zeros(shape, dtype=torch.bfloat16, device=device)

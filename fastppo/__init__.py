@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         token_stats,
     )
     from fastppo.functional.tutorial_losses import entropy, policy_loss, total_loss, value_loss
-    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.options.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
 __version__ = "0.2.0"
@@ -52,7 +52,7 @@ HOMES = {
         "token_stats",
     ),
     "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss", "value_loss"),
-    "fastppo.ppo.config": ("PPOConfig",),
+    "fastppo.ppo.options.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
 }
 """Where each public name is defined."""

@@ -303,19 +303,19 @@ def reward(config: Any) -> None:
     trains=True,
     help="Stage 3: PPO on your model, prompts and rewards",
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
-    options="fastppo.ppo.config:PPOConfig",
+    options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
     inputs="check_train",
     flags=PRESET,
 )
 def train(config: Any) -> None:
-    from fastppo.ppo.build import world_of
+    from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.lock import run_lock
 
     _quiet_libraries()
     world = world_of(config)
-    with world.answering(), run_lock(config.output_dir, world):  # before a model is loaded
+    with world.with_timeout(), run_lock(config.output_dir, world):  # before a model is loaded
         trainer = PPOTrainer(config, world=world)
         trainer.train()
     trainer.say(f"report  {config.output_dir}/report.html")
@@ -325,7 +325,7 @@ def train(config: Any) -> None:
 @Command(
     help="Check what `fastppo train` would read, and say what it would run",
     description="fastppo check --config run.yaml",
-    options="fastppo.ppo.config:PPOConfig",
+    options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
     inputs="check_train",
     flags=PRESET,
@@ -333,9 +333,9 @@ def train(config: Any) -> None:
 def check(config: Any) -> None:
     from rich.console import Console
 
-    from fastppo.ppo.rehearsal import rehearse, show
+    from fastppo.ppo.setup.preflight import preflight, show
 
-    show(config, rehearse(config), Console())
+    show(config, preflight(config), Console())
 
 
 @Command(
@@ -360,7 +360,7 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
 @Command(
     help="The memory that `fastppo train` will need, by part and phase; loads config.json alone",
     description="fastppo plan --config run.yaml --processes 8 --memory 80",
-    options="fastppo.ppo.config:PPOConfig",
+    options="fastppo.ppo.options.config:PPOConfig",
     required=("model",),
     inputs="check_plan",
     flags={
@@ -390,7 +390,7 @@ def plan(
 ) -> None:
     from rich.console import Console
 
-    from fastppo.ppo.plan import make_plan, show
+    from fastppo.ppo.plan.plan import make_plan, show
 
     _quiet_libraries()
     show(make_plan(config, prompt_tokens, memory=memory, processes=processes), Console())
@@ -424,7 +424,7 @@ def generate(config: Any) -> None:
     },
 )
 def report(run: str, output: str | None = None) -> None:
-    from fastppo.run.report import write_report
+    from fastppo.run.report.report import write_report
 
     print(write_report(run, output))
 

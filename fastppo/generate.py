@@ -20,16 +20,17 @@ from rich.text import Text
 from fastppo.data.chat import decode_completions
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import Rows
+from fastppo.environments.loading import load_environment
+from fastppo.environments.turns import POLICY, OneTurn, Turns
 from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
-from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.names import is_checkpoint
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
 from fastppo.models.trunk import context_length
 from fastppo.ppo.checkpoints import policy_of
-from fastppo.rewards.environment import POLICY, OneTurn, Turns
-from fastppo.rewards.loading import load_environment, make_terms
+from fastppo.rewards.addresses import load_prompts
+from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, score
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
@@ -133,7 +134,7 @@ def _complete(
         greedy=config.temperature == 0,
     )
     with closing(turns):
-        prompts, rollout = turns.play(prompts, engine, sampling)
+        prompts, rollout = turns.run(prompts, engine, sampling)
     completions = Completions(
         name,
         decode_completions(tokenizer, prompts.token_ids, rollout.tokens),
@@ -141,7 +142,7 @@ def _complete(
         rollout.finish_reasons,
         turns=rollout.turns,
     )
-    if rollout.rewards is not None and turns.pays:
+    if rollout.rewards is not None and turns.has_rewards:
         completions.rewards["environment"] = [sum(row) for row in rollout.rewards]
     return completions
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastppo.ppo.rollout_options import TurnOptions, check_stop_strings
+from fastppo.ppo.options.rollout import TurnOptions, check_stop_strings
 from fastppo.run.options import option
 
 

@@ -22,7 +22,7 @@ from rich.prompt import Prompt
 from fastppo import inputs
 from fastppo.data.files import write_whole
 from fastppo.data.rows import Rows, column_names
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.progress import say
 
 QUESTIONS = {
@@ -157,9 +157,10 @@ def write_run(
     before_loading()
 
     from fastppo.models.device import choose_device
-    from fastppo.ppo import plan, rehearsal  # which take seconds to import
+    from fastppo.ppo.plan import plan
+    from fastppo.ppo.setup import preflight  # which take seconds to import
 
-    read = rehearsal.rehearse(config)
+    read = preflight.preflight(config)
     rows = read.prompts or []
     context = plan.context_of(config)
     prompt_tokens = _longest_prompt(config, rows, context)
@@ -180,7 +181,7 @@ def write_run(
     for path, text in texts.items():
         write_whole(path, text)
         say(console, f"wrote {path}")
-    rehearsal.show(config, read, console)
+    preflight.show(config, read, console)
     plan.show(needed, console)
     if device == "cpu":
         say(console, "no GPU: docs/ten-minutes.md says what 135 M parameters took with these sizes")

@@ -21,8 +21,8 @@ from fastppo.data.rows import (
     read_jsonl,
 )
 from fastppo.data.shards import shards_of
+from fastppo.environments.agents import SCHEME
 from fastppo.functional import scalars
-from fastppo.integrations.addresses import is_address
 from fastppo.models.kinds import check_causal_lm, check_reward_model
 from fastppo.models.names import (
     check_device_name,
@@ -31,9 +31,9 @@ from fastppo.models.names import (
     is_checkpoint,
     read_config,
 )
-from fastppo.ppo.model_files import check_model_files
-from fastppo.ppo.processes import check_context, check_processes
-from fastppo.rewards.chat import SCHEME
+from fastppo.ppo.setup.model_files import check_model_files
+from fastppo.ppo.setup.processes import check_context, check_processes
+from fastppo.rewards.addresses import is_address
 from fastppo.rewards.loading import FUNCTION, URL, match_function
 from fastppo.rewards.reading import (
     check_agent,

@@ -29,7 +29,7 @@ from fastppo.data.world import join
 from fastppo.models import sharding
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Sampling
 from fastppo.rollout.decoder import DecoderEngine
@@ -337,7 +337,7 @@ def gathered() -> dict[str, Any]:
                 raise error
 
         try:
-            world.share(work)
+            world.gather_results(work)
         except Exception as raised:
             return f"{type(raised).__name__}: {raised}"
         return "nothing"
@@ -347,7 +347,7 @@ def gathered() -> dict[str, Any]:
         "none": world.cat(torch.full((rank,), 7)).tolist(),
         "values": world.gather(f"of {rank}"),
         "sum": world.sum(torch.tensor(10.0 + rank)).item(),
-        "first": world.first(lambda: f"of {rank}"),
+        "first": world.on_main_rank(lambda: f"of {rank}"),
         "error": raises(ValueError("of 1")),
         "unpicklable": raises(OddError("of 1", "")),
     }

@@ -15,8 +15,8 @@ from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling

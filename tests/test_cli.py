@@ -21,7 +21,7 @@ from processes import ROOT, python
 
 from fastppo import cli
 from fastppo.generate import GenerateConfig
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run import manifest
 from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig

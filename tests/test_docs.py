@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 
 from benchmarks import __main__ as bench_command
 from fastppo import cli
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.stages.demonstrations import encode_demonstrations
 from fastppo.stages.preferences import encode_comparisons
 from fastppo.stages.reward_model import RewardModelConfig

@@ -13,7 +13,7 @@ import tiny
 import yaml
 
 from fastppo import cli
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.counterparts import TRL
 from fastppo.run.options import read_yaml
 

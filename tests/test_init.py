@@ -18,7 +18,7 @@ from processes import ROOT
 
 from fastppo import cli
 from fastppo.init import RESPONSE, SIZES
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 
 ROWS = [{"prompt": f"w{i} w{i + 1}", "answer": f"w{i + 2}"} for i in range(8)]
 

@@ -37,10 +37,10 @@ def test_fastppo_imports_without_triton() -> None:
 
 def test_options_and_inputs_are_read_without_torch() -> None:
     """It takes seconds to import, and a misspelt option should not wait."""
-    modules = ("ppo.config", "stages.options", "generate_options", "inputs", "run.signals")
+    modules = ("ppo.options.config", "stages.options", "generate_options", "inputs", "run.signals")
     imports = "; ".join(f"import fastppo.{module}" for module in modules)
     loaded = loaded_after(imports)
-    assert "fastppo.ppo.config" in loaded
+    assert "fastppo.ppo.options.config" in loaded
     assert not {"torch", "transformers", "numpy"} & loaded
 
 
@@ -80,7 +80,7 @@ def test_a_wheel_holds_every_file_of_both_packages_and_no_top_level_kernels(whee
         for path in (base / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"fastppo/run/page/report.html.jinja", "fastppo/demo/demo.yaml"} <= wanted
+    assert {"fastppo/run/report/page/report.html.jinja", "fastppo/demo/demo.yaml"} <= wanted
     assert names == wanted
 
 

@@ -13,8 +13,8 @@ import tiny
 from command_line import Folder
 from processes import torchrun
 
-from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.processes import check_processes
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.processes import check_processes
 
 WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}

@@ -19,7 +19,7 @@ import tiny
 from command_line import Folder
 
 from fastppo import cli
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import read_yaml
 
 

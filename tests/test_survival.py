@@ -63,7 +63,7 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_was_not(
 @pytest.mark.slow
 def test_what_is_killed_again_and_again_ends_in_the_bits_of_what_was_not(tmp_path: Path) -> None:
     """While it loads, trains, and writes, and one process of two. Consoles that end are below, and
-    `python tests/kills.py` has both."""
+    `python tests/tools/kills.py` has both."""
     ways = kills.kill(KILLS, tmp_path, with_consoles=False)
     assert any("in a write" in way for way in ways)
 

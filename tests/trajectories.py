@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fastppo_kernels import programs
 from fastppo_kernels.records import Discounts, Trajectory
+from fastppo_kernels.triton import programs
 from torch import Tensor
 
 

@@ -1,4 +1,4 @@
-"""The launches of `fastppo_kernels.triton_advantages` that are compiled for each GPU generation.
+"""The launches of `fastppo_kernels.triton.advantages` that are compiled for each GPU generation.
 
 Three sequences: of one chunk, of one chunk and a vector, of one chunk and a token, and packed.
 Names end in the layout, so that what is launched for packed rows can be set beside what is launched
@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from fastppo_kernels import programs, triton_advantages
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
+from fastppo_kernels.triton import advantages as triton_advantages
+from fastppo_kernels.triton import programs
 
 LAYOUTS = {"one chunk": 0, "split": triton_advantages.VECTOR.value, "odd": 1, "packed": 1}
 """And how much longer than a chunk they are."""

@@ -1,4 +1,4 @@
-"""The launches of `fastppo_kernels.triton_rows` that are compiled for each GPU generation.
+"""The launches of `fastppo_kernels.triton.rows` that are compiled for each GPU generation.
 
 Every tile of its table (short, middle and long rows; whole, and halved for a reference or a
 soft-cap) is compiled for each of the row kernels, with the other optional operands present, which
@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from fastppo_kernels import triton_rows
 from fastppo_kernels.records import Objective, PerToken, Softmax, StatsGradients, StatsRows
+from fastppo_kernels.triton import rows as triton_rows
 from torch import Tensor
 
 SHORT, LONG, ODD = 1024, 151936, 50257

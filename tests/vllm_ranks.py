@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastppo.models.sharding import unsharded
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.generate import GenerateEngine

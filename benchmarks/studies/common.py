@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.training import iterate
 from fastppo.demo.run import supervised_stages
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 
 CONSOLE = Console(stderr=True)

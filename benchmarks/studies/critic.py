@@ -42,7 +42,7 @@ from benchmarks.studies.common import (
 )
 from benchmarks.studies.key_and_door import key_and_door
 from fastppo.demo.run import ppo_config
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import lay_out, prepare
 from fastppo.run.options import read_yaml

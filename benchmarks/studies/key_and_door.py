@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.studies.common import CONSOLE
 from fastppo.data.rows import write_rows
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.stages.sft import SFTConfig, train_sft
 
 SIDE = 3

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from fastppo.data.rows import DataError
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 
 def is_chat(value: Any) -> bool:
@@ -83,7 +83,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         name = tokenizer.name_or_path or type(tokenizer).__name__
-        raise DataError(f"{where}: the tokenizer {name} makes no tokens of {shown(prompt)}")
+        raise DataError(f"{where}: the tokenizer {name} makes no tokens of {describe(prompt)}")
     return list(ids)
 
 

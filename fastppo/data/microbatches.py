@@ -67,7 +67,7 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
     return [*sizes, count - begin]
 
 
-class Dealt(NamedTuple):
+class Assignment(NamedTuple):
     """The microbatches of a batch that the ranks of a world share."""
 
     ranks: list[list[Tensor]]
@@ -84,7 +84,7 @@ class Dealt(NamedTuple):
         return microbatches_of_rank + fillers
 
 
-def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
+def assign(lengths: Tensor, limits: Limits, world: World) -> Assignment:
     """Microbatches for every rank, of sequences of these lengths [B], which all ranks know.
 
     Each rank has the same number of sequences, or one more, of similar lengths; the limits are per
@@ -92,13 +92,13 @@ def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
     """
     if world.size == 1:
         parts = microbatches(lengths, limits)
-        return Dealt([parts], rounds=len(parts), filler=torch.arange(min(1, len(lengths))))
+        return Assignment([parts], rounds=len(parts), filler=torch.arange(min(1, len(lengths))))
     order = torch.argsort(lengths, descending=True, stable=True)
     ranks = []
     for rank in range(world.size):
         rows = order[rank :: world.size].sort().values
         ranks.append([rows[part] for part in microbatches(lengths[rows], limits)])
-    return Dealt(ranks, rounds=max(map(len, ranks)), filler=order[-1:])
+    return Assignment(ranks, rounds=max(map(len, ranks)), filler=order[-1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,18 +133,18 @@ class MicrobatchPlan:
 def split(batch: Batch, limits: Limits, world: World | None = None) -> MicrobatchPlan:
     """The microbatches of a batch that is only read, without a gradient."""
     world = world or World()
-    dealt = deal(batch.lengths, limits, world)
-    rows = [part for parts in dealt.ranks for part in parts]
+    assignment = assign(batch.lengths, limits, world)
+    rows = [part for parts in assignment.ranks for part in parts]
     if not rows or (world.size == 1 and len(rows) == 1):
         return MicrobatchPlan([batch] if rows else [], world, len(batch), batch.response_count)
     order = torch.cat(rows)
     place = torch.argsort(order)
     lengths = batch.written_lengths
     begin = starts(lengths[order])[place]
-    own = dealt.ranks[world.rank]
+    own = assignment.ranks[world.rank]
     own_rows = torch.cat(own) if own else torch.arange(0)
     return MicrobatchPlan(
-        batches=[batch.select(part) for part in dealt.of_rank(world.rank)],
+        batches=[batch.select(part) for part in assignment.of_rank(world.rank)],
         world=world,
         own_sequences=len(own_rows),
         own_tokens=int(lengths[own_rows].sum()),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastppo.data.chat import check_text
 from fastppo.data.rows import DataError, Rows, visiting_order
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 
 class PretrainingText:
@@ -41,7 +41,7 @@ class PretrainingText:
             text = row.get("text")
             if not isinstance(text, str):
                 raise DataError(
-                    f"{source}, row {number}: expected a text in column 'text', got {shown(text)}"
+                    f"{source}, row {number}: column 'text' must hold a text, got {describe(text)}"
                 )
             check_text(text, f"{source}, row {number}")
             stream += tokenizer(text)["input_ids"]

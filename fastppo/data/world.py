@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, distributed
 
 from fastppo.data.shards import shards_of
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class World:
         """Whether this rank writes files and speaks to the user."""
         return self.rank == 0
 
-    def own(self, count: int) -> range:
+    def local_rows(self, count: int) -> range:
         """This rank's share of `count` rows: neighbouring rows, and at most one more than another
         rank has."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
@@ -82,7 +82,7 @@ class World:
         distributed.all_gather(gathered, value)
         return gathered
 
-    def share(self, work: Callable[[], Result]) -> list[Result]:
+    def gather_results(self, work: Callable[[], Result]) -> list[Result]:
         """Every rank's result of `work`, in the order of the ranks; if one raises, all raise the
         same."""
         if self.size == 1:
@@ -99,9 +99,9 @@ class World:
                 raise error if error is not None and rank == self.rank else other_error
         return [result for result, _ in results]
 
-    def first(self, work: Callable[[], Result]) -> Result:
+    def on_main_rank(self, work: Callable[[], Result]) -> Result:
         """The first rank's result of `work`, on every rank; if it raises, all raise the same."""
-        results: list[Any] = self.share(work if self.is_main else _nothing)
+        results: list[Any] = self.gather_results(work if self.is_main else _nothing)
         return results[0]
 
     def sum(self, value: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class World:
         return value
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def with_timeout(self) -> Iterator[None]:
         """If another rank no longer answers, the block ends with a clear error.
 
         Raises:
@@ -220,7 +220,7 @@ def _number(name: str, default: int) -> int:
     """An environment variable of torchrun; raises ValueError where it is not a number."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or len(text) > LONGEST_NUMBER or int(text) < default:
-        raise ValueError(f"{name} must be a number, as torchrun sets it, got {shown(text)}")
+        raise ValueError(f"{name} must be a number, as torchrun sets it, got {describe(text)}")
     return int(text)
 
 

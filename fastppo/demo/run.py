@@ -22,8 +22,8 @@ from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import write_rows
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
-from fastppo.ppo.build import world_of
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.build import world_of
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.progress import say
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model

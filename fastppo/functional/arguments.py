@@ -34,9 +34,9 @@ from fastppo.functional.scalars import (
     check_dual_clip,
     check_sapo_tau,
     choice,
+    describe,
     finite,
     number,
-    shown,
 )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -119,7 +119,7 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
         return -math.inf, math.inf
     if isinstance(clip_ratio, (tuple, list)):
         if len(clip_ratio) != 2:
-            raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {shown(clip_ratio)}")
+            raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {describe(clip_ratio)}")
         low, high = clip_ratio
     else:
         low = clip_ratio
@@ -127,7 +127,7 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
     number("clip_ratio", low)
     number("clip_ratio", high)
     if not (low >= 0 and high >= 0):
-        raise ValueError(f"clip_ratio must not be negative, got {shown(clip_ratio)}")
+        raise ValueError(f"clip_ratio must not be negative, got {describe(clip_ratio)}")
     # A ratio in fp32 is never beyond its range, where torch refuses a bound.
     lowest = 1.0 - float(low) if low <= FP32_MAX else -math.inf
     highest = 1.0 + float(high) if high <= FP32_MAX else math.inf
@@ -218,7 +218,7 @@ def aggregation_weights(
     choice("aggregation", aggregation, AGGREGATIONS)
     tensor("mask", mask, dtypes=(torch.bool,))
     if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
-        raise TypeError(f"dtype must be a floating dtype of torch, got {shown(dtype)}")
+        raise TypeError(f"dtype must be a floating dtype of torch, got {describe(dtype)}")
     if isinstance(denominator, Tensor):
         tensor("denominator", denominator, shape=(), dtypes=NUMBERS)
         if denominator.device.type not in (mask.device.type, "cpu"):
@@ -270,7 +270,7 @@ def token_weights(
     if denominator is not None or aggregation != "token-mean":
         raise ValueError(
             "aggregation and denominator must be left out where weights replace them, got "
-            f"aggregation={aggregation!r} and denominator={shown(denominator)}"
+            f"aggregation={aggregation!r} and denominator={describe(denominator)}"
         )
     tensor("weights", weights, shape=shape, like=like)
     weights = weights.detach().to(wide)
@@ -489,7 +489,7 @@ def gemm(chunk_size: int | None, hidden: Tensor) -> Gemm:
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
         if not 1 <= chunk_size < 2**63:
-            raise ValueError(f"chunk_size must be >= 1 and below 2^63, got {shown(chunk_size)}")
+            raise ValueError(f"chunk_size must be >= 1 and below 2^63, got {describe(chunk_size)}")
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -597,7 +597,7 @@ def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: T
             check_unit_interval(name, value)
             per_sequence[name] = value
         elif not 0 <= number(name, value) <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {shown(value)}")
+            raise ValueError(f"{name} must be in [0, 1], got {describe(value)}")
     return Discounts(
         gamma=0.0 if isinstance(gamma, Tensor) else float(gamma),
         lam=0.0 if isinstance(lam, Tensor) else float(lam),

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from fastppo_kernels import linear, torch_advantages, torch_rows
+from fastppo_kernels import linear
 from fastppo_kernels.records import (
     SUMS,
     Gae,
@@ -40,6 +40,8 @@ from fastppo_kernels.records import (
     Trajectory,
     accumulation_dtype,
 )
+from fastppo_kernels.torch import advantages as torch_advantages
+from fastppo_kernels.torch import rows as torch_rows
 from torch import Tensor
 
 from fastppo.functional import arguments
@@ -57,7 +59,7 @@ def row_functions_of(backend: str, dtype: torch.dtype) -> ModuleType:
     """
     if backend == "cpu" and dtype == torch.float64:
         return torch_rows
-    return importlib.import_module(f".{backend}_rows", KERNELS)
+    return importlib.import_module(f".{backend}.rows", KERNELS)
 
 
 def _row_functions_of_head(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
@@ -66,7 +68,7 @@ def _row_functions_of_head(backend: str, projection: Projection, gemm: Gemm) -> 
 
 
 def _advantage_functions_of(backend: str) -> ModuleType:
-    return importlib.import_module(f".{backend}_advantages", KERNELS)
+    return importlib.import_module(f".{backend}.advantages", KERNELS)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:

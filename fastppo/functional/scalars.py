@@ -43,7 +43,7 @@ class _Short(reprlib.Repr):
         return f"an integer of {x.bit_length()} bits" if x.bit_length() > 400 else repr(x)
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """A user's value for a sentence: its repr, shortened."""
     return _Short().repr(value)
 
@@ -55,13 +55,13 @@ def counted(count: int, noun: str) -> str:
 
 def boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {describe(value)}")
     return value
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {describe(value)}")
     return value
 
 
@@ -70,14 +70,16 @@ def number(name: str, value: object) -> float:
     if not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number within ±1.8e308, got {shown(value)}")
+        raise ValueError(f"{name} must be a number within ±1.8e308, got {describe(value)}")
     return value  # type: ignore[return-value]
 
 
 def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> float:
     number(name, value)
     if not (value > low if strictly else value >= low):
-        raise ValueError(f"{name} must be {'>' if strictly else '>='} {low:g}, got {shown(value)}")
+        raise ValueError(
+            f"{name} must be {'>' if strictly else '>='} {low:g}, got {describe(value)}"
+        )
     return value
 
 
@@ -85,7 +87,7 @@ def finite(name: str, value: float) -> float:
     number(name, value)
     # Comparisons, unlike math.isfinite, are traced by torch.compile for a float that varies.
     if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {shown(value)}")
+        raise ValueError(f"{name} must be finite, got {describe(value)}")
     return value
 
 
@@ -93,7 +95,7 @@ def check_dual_clip(dual_clip: float | None) -> float | None:
     if dual_clip is not None and not 1 < number("dual_clip", dual_clip) < math.inf:
         raise ValueError(
             "dual_clip must be > 1 and finite (it bounds ratio·A from below), got "
-            f"{shown(dual_clip)}"
+            f"{describe(dual_clip)}"
         )
     return dual_clip
 
@@ -101,7 +103,7 @@ def check_dual_clip(dual_clip: float | None) -> float | None:
 def check_sapo_tau(tau: Sequence[float]) -> tuple[float, float]:
     """(τ where A > 0, τ elsewhere) of a pair."""
     if len(tau) != 2:
-        raise ValueError(f"sapo_tau must be (τ of A > 0, τ of the others), got {shown(tau)}")
+        raise ValueError(f"sapo_tau must be (τ of A > 0, τ of the others), got {describe(tau)}")
     positive, negative = tau
     finite("sapo_tau", at_least("sapo_tau", positive, 0.0, strictly=True))
     finite("sapo_tau", at_least("sapo_tau", negative, 0.0, strictly=True))

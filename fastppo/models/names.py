@@ -11,7 +11,7 @@ from typing import Any
 
 from fastppo.data.files import MissingPathError
 from fastppo.data.rows import is_missing_path
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 HUB_SECONDS = 10.0
 """In which the hub says whether it has a model. Loading asks five times, with pauses."""
@@ -30,7 +30,7 @@ DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
 def check_device_name(name: str) -> None:
     """Raises ValueError for a name of no device, or of none that FastPPO computes on."""
     if DEVICE_NAME.fullmatch(name) is None:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {shown(name)}")
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {describe(name)}")
 
 
 def check_model_name(name: str, what: str = "model") -> None:

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.models.kinds import check_attention, check_causal_lm, is_a
 from fastppo.models.names import check_model_name, check_tokenizer_files
 
@@ -65,7 +65,7 @@ def _check_stop_tokens(where: str, config: Any) -> None:
     tokens = value if isinstance(value, (list, tuple)) else [value]
     if value is not None and not all(type(token) is int for token in tokens):
         raise ValueError(
-            f"{where}: eos_token_id must be an integer or a list of them, got {shown(value)}"
+            f"{where}: eos_token_id must be an integer or a list of them, got {describe(value)}"
         )
 
 

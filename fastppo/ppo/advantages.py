@@ -24,8 +24,8 @@ from torch import Tensor
 from fastppo.data.batch import Batch, on_device
 from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
 from fastppo.functional.statistics import sampled_kl
-from fastppo.ppo.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
 
 ONE_PER_RESPONSE = ("sequence", "rloo", "group")

@@ -16,9 +16,9 @@ from fastppo.models.device import choose_device
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import reshard, unsharded
-from fastppo.ppo.build import RunComponents
-from fastppo.ppo.config import IDENTITY, PPOConfig
-from fastppo.ppo.run_models import ModelLoader, make_policy
+from fastppo.ppo.options.config import IDENTITY, PPOConfig
+from fastppo.ppo.setup.build import RunComponents
+from fastppo.ppo.setup.run_models import ModelLoader, make_policy
 from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
 from fastppo.run.checkpoint import Best
@@ -165,7 +165,7 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         path = checkpoint.path_of(self.run_dir, self.state.iteration)
-        self.world.share(self._writer(path))
+        self.world.gather_results(self._writer(path))
         self.newest = path
         self._iteration = self.state.iteration
         self._best_metric = []
@@ -185,13 +185,13 @@ class Checkpoints:
         metric = self.config.checkpoint_best
         best = None
         if metric is not None:
-            best = self.world.first(lambda: self._whole_best(metric))
+            best = self.world.on_main_rank(lambda: self._whole_best(metric))
         if best is None or self.newest is None:
             return None
         checkpoint.load_policy(best, self.model)
         try:
             with unsharded(self.model):
-                self.world.first(lambda: export(self.model, tokenizer, directory))
+                self.world.on_main_rank(lambda: export(self.model, tokenizer, directory))
         finally:
             checkpoint.load_policy(self.newest, self.model)
         return best
@@ -221,14 +221,14 @@ class Checkpoints:
             DamagedError: there are checkpoints, and none is whole.
             ValueError: it is of another run or model, and `allow_config_change` is off.
         """
-        newest = self.world.first(self._newest)
+        newest = self.world.on_main_rank(self._newest)
         if newest is None:
             return False
         self._load(newest.path)
-        self.world.first(lambda: self._tidy(newest))
+        self.world.on_main_rank(lambda: self._tidy(newest))
         self.newest = newest.path
         self._iteration = self.state.iteration
-        reason = self.world.first(lambda: why_ended(self.run_dir))
+        reason = self.world.on_main_rank(lambda: why_ended(self.run_dir))
         ended = f", whose run had ended: {reason}" if reason else ""
         if self.state.iteration >= self.config.iterations:
             ended = ", whose run is at its end: a larger --iterations goes on"
@@ -283,7 +283,7 @@ class Checkpoints:
         the checkpoint."""
         snapshot = self._snapshot()
         best = self._best()
-        temporary = self.world.first(lambda: checkpoint.begin(path))
+        temporary = self.world.on_main_rank(lambda: checkpoint.begin(path))
         sharded: dict[str, Any] | None = None
         if self.world.size > 1:
             reshard(self.model)

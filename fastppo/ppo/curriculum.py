@@ -25,8 +25,8 @@ from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visited
 from fastppo.data.world import World
+from fastppo.ppo.options.prompts import CurriculumOptions
 from fastppo.ppo.prompt_numbers import checked_numbers, column_numbers
-from fastppo.ppo.prompt_options import CurriculumOptions
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
 from fastppo.rewards.reading import columns_for, signature_of
@@ -94,7 +94,7 @@ class Curriculum:
             return column_numbers(option_name, spec, columns)
         term = load_callable(spec, option_name)
         self.fingerprints[option_name] = term.fingerprint
-        return world.first(lambda: self._call(option_name, spec, term.function))
+        return world.on_main_rank(lambda: self._call(option_name, spec, term.function))
 
     def _call(self, option_name: str, spec: str, function: Callable[..., Any]) -> list[float]:
         """What a function returns for copies of the prompts and of the columns that it names;
@@ -104,7 +104,7 @@ class Curriculum:
         prompts = copy.deepcopy(list(self.prompts.prompts))
         columns = copy.deepcopy(columns_named)
         try:
-            with CallOptions(say=self.say).put_back(f"{option_name}={spec}"):
+            with CallOptions(say=self.say).restoring(f"{option_name}={spec}"):
                 numbers = call(lambda: plain_values(function(prompts, **columns), depth=2))
         except UserCodeError as error:
             place = place_of(error.__cause__)

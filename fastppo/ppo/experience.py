@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device, spans, split_packed, starts
-from fastppo.data.microbatches import Limits, deal
+from fastppo.data.microbatches import Limits, assign
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.arguments import aggregation_weights
@@ -80,15 +80,15 @@ class Experience:
         """The parts that this rank runs at once; see `fastppo.data.microbatches`. Where other ranks
         have more parts than this one, a sequence without weight stands in for the last ones."""
         world = world or World()
-        dealt = deal(self.batch.lengths, limits, world)
-        parts = dealt.ranks[world.rank]
+        assignment = assign(self.batch.lengths, limits, world)
+        parts = assignment.ranks[world.rank]
         if world.size == 1 and len(parts) == 1:
             yield self
             return
         for rows in parts:
             yield self.select(rows)
-        for _ in range(dealt.rounds - len(parts)):
-            filler = self.select(dealt.filler)
+        for _ in range(assignment.rounds - len(parts)):
+            filler = self.select(assignment.filler)
             assert filler.token_weights is not None
             yield replace(filler, token_weights=torch.zeros_like(filler.token_weights))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.chat import check_text, encode_prompt, is_chat, token_ids
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.ppo.old_policy import GivenPolicy
 from fastppo.rewards.placing import paid_where_written
 from fastppo.rewards.scorer import Scores
@@ -108,7 +108,7 @@ def _items(name: str, value: Any) -> list[Any]:
         except (RuntimeError, TypeError) as error:  # of a tensor on `meta`, or a sparse one
             raise ValueError(f"{name} cannot be read: {error}") from error
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} must be a list, got {shown(value)}")
+        raise ValueError(f"{name} must be a list, got {describe(value)}")
     return list(value)
 
 
@@ -116,7 +116,7 @@ def _ids(name: str, value: Any) -> list[int]:
     """Token ids; raises ValueError for anything but whole numbers."""
     ids = _items(name, value)
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"{name} must be a text or token ids, got {shown(value)}")
+        raise ValueError(f"{name} must be a text or token ids, got {describe(value)}")
     return [int(token) for token in ids]
 
 
@@ -128,7 +128,7 @@ def check_masks(
     rows = _rows("masks", masks, responses)
     for row, mask in enumerate(rows):
         if not all(isinstance(value, bool) for value in mask):
-            raise ValueError(f"masks of response {row} must be bool, got {shown(mask)}")
+            raise ValueError(f"masks of response {row} must be bool, got {describe(mask)}")
         if not any(mask):
             raise ValueError(f"masks of response {row} has no True: the policy wrote none of it")
     return rows
@@ -172,7 +172,7 @@ def _finite_numbers(name: str, rows: list[list[Any]]) -> Tensor:
     for row, numbers in enumerate(rows):
         if any(isinstance(number, bool) or not _is_finite(number) for number in numbers):
             raise ValueError(
-                f"{name} of response {row} must be finite numbers, got {shown(numbers)}"
+                f"{name} of response {row} must be finite numbers, got {describe(numbers)}"
             )
     return torch.tensor([x for numbers in rows for x in numbers], dtype=torch.float32)
 
@@ -234,7 +234,7 @@ def check_responses(
     if len(finish_reasons) != len(prompts) or not all(x in known for x in finish_reasons):
         raise ValueError(
             f"finish_reasons must be {len(prompts)} of {FINISHED} or {TRUNCATED}, "
-            f"got {shown(finish_reasons)}"
+            f"got {describe(finish_reasons)}"
         )
 
 
@@ -245,7 +245,7 @@ def check_scores(scores: Sequence[float] | Tensor, count: int) -> Tensor:
     try:
         total = torch.as_tensor(listed, dtype=torch.float32, device="cpu")
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"scores must be numbers, got {shown(listed)}") from error
+        raise ValueError(f"scores must be numbers, got {describe(listed)}") from error
     if total.shape != (count,):
         raise ValueError(f"scores must be [{count}], got {list(total.shape)}")
     if not total.isfinite().all():

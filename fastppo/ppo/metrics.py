@@ -18,14 +18,14 @@ from torch import Tensor
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
+from fastppo.environments.tools import OUTCOMES
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience, Responses
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.scorer import Scores
-from fastppo.rewards.tools import OUTCOMES
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")

@@ -29,8 +29,8 @@ from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.ppo.config import BY_RATIO, PPOConfig
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.options.config import BY_RATIO, PPOConfig
 
 
 def penalty_loss(
@@ -107,7 +107,7 @@ def add_ptx_gradient(
 ) -> Tensor:
     """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
     which the ranks share; returns that loss, 0-d."""
-    rows = world.own(len(blocks))
+    rows = world.local_rows(len(blocks))
     size = options.limits().count(options.ptx_block_size)
     parts: list[Tensor] = []
     if rows:

@@ -27,8 +27,8 @@ from torch import Tensor
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.metrics import to_floats
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 MISMATCH_LIMIT = 0.1

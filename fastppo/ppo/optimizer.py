@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastppo.models.policy import ActorCritic
 from fastppo.models.sharding import full_tensor
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import adamw_8bit
 from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
+from fastppo.ppo.options.config import PPOConfig
 
 ADAM_BETA1 = 0.9
 """The decay of AdamW's first moment."""

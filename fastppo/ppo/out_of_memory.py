@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 
 from fastppo.data.microbatches import Limits
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 
 CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """In the text of torch's error where a CPU's memory runs out, which has no class of its own."""
@@ -100,7 +100,7 @@ class Attempt:
         return True
 
 
-class FittingLimits:
+class MicrobatchLimits:
     """The limits of microbatches that fit in the device's memory, as far as the run has learned.
 
     Args:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.rewards.reward import plain_values
 
 
@@ -32,7 +32,7 @@ def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> lis
     if not isinstance(numbers, (list, tuple)) or len(numbers) != count:
         raise ValueError(
             f"{option_name}={spec}: expected a number for each of {count} prompts, got "
-            f"{shown(values)}"
+            f"{describe(values)}"
         )
     is_weight = option_name == "prompt_weights"
     for row, number in enumerate(numbers, 1):
@@ -40,7 +40,7 @@ def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> lis
         if not is_number or (is_weight and number < 0):
             wanted = "a finite number >= 0" if is_weight else "a finite number"
             raise ValueError(
-                f"{option_name}={spec}, prompt {row}: expected {wanted}, got {shown(number)}"
+                f"{option_name}={spec}, prompt {row}: expected {wanted}, got {describe(number)}"
             )
     if is_weight and count and not any(numbers):
         raise ValueError(f"prompt_weights={spec}: every weight is 0")

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
 
-from fastppo.functional.scalars import counted, shown
+from fastppo.functional.scalars import counted, describe
 from fastppo.models.device import choose_device
-from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.ppo.options.config import WARNINGS, PPOConfig
 from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold
@@ -236,7 +236,7 @@ def _check_kinds(saved: Any, fresh: Any, name: str = "state") -> None:
     else:  # None of an evaluation that has not been
         fits = saved is None or (isinstance(saved, (int, float)) and math.isfinite(saved))
     if not fits:
-        raise TypeError(f"{name} is {shown(saved)}, which no run writes")
+        raise TypeError(f"{name} is {describe(saved)}, which no run writes")
     if isinstance(fresh, dict):
         for key in fresh.keys() & saved.keys():
             _check_kinds(saved[key], fresh[key], key)

@@ -40,10 +40,7 @@ from fastppo.functional.tutorial_losses import ValueLossFunction
 from fastppo.models.device import busy_cpu
 from fastppo.models.sharding import unsharded
 from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.build import build, world_of
 from fastppo.ppo.checkpoints import Checkpoints, export
-from fastppo.ppo.checks import check_on_policy, odd_options, random_state_restored
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.given_responses import TokenRows, given_responses
 from fastppo.ppo.metrics import (
@@ -63,7 +60,10 @@ from fastppo.ppo.objective import (
 )
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.out_of_memory import Attempt, FittingLimits, explain_out_of_memory
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import Attempt, MicrobatchLimits, explain_out_of_memory
+from fastppo.ppo.setup.build import build, world_of
+from fastppo.ppo.setup.checks import check_on_policy, odd_options, random_state_restored
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
 from fastppo.ppo.value_regression import ValueRegression
@@ -118,7 +118,7 @@ class PPOTrainer:
         world: the processes; by default those of torchrun.
 
     Raises:
-        ValueError: the parts do not fit; see `fastppo.ppo.build`.
+        ValueError: the parts do not fit; see `fastppo.ppo.setup.build`.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PPOTrainer:
         self.optimizer = components.optimizer
         self.engine = components.engine
         self.sampling = components.sampling
-        self.player = components.player
+        self.episode_runner = components.episode_runner
         self.prompts = components.prompts
         self.curriculum = components.curriculum
         self.pretraining = components.pretraining
@@ -173,7 +173,7 @@ class PPOTrainer:
         self._warned: set[str] = set()
         """The kinds of the warnings that the console has shown."""
         self.state = RunState.of(config)
-        self.fitting_limits = FittingLimits(self.say, self.world.size)
+        self.microbatch_limits = MicrobatchLimits(self.say, self.world.size)
         self.callbacks = Callbacks(
             callbacks,
             config,
@@ -206,7 +206,7 @@ class PPOTrainer:
             RolloutError: the engine has no responses any more; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
-        if self.prompts is None or not (self.scorer.terms or self.player.pays):
+        if self.prompts is None or not (self.scorer.terms or self.episode_runner.has_rewards):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         return TrainingRun(self).run()
 
@@ -224,7 +224,7 @@ class PPOTrainer:
         """
         timer = timer or PhaseTimer()
         with timer("generate"), explain_out_of_memory("generate", options):
-            prompts, rollout = self.player.play(prompts, self.engine, self.sampling)
+            prompts, rollout = self.episode_runner.run(prompts, self.engine, self.sampling)
         with timer("score"), explain_out_of_memory("score", options):
             scores = self.score(prompts, rollout, options)
         with timer("experience"), explain_out_of_memory("experience", options):
@@ -407,8 +407,8 @@ class PPOTrainer:
 
     def attempts(self, sequences: Sized, options: PPOConfig) -> Iterator[Attempt]:
         """One attempt at a pass over the sequences, unless memory runs out: then another, with
-        smaller microbatches (`FittingLimits.attempts`)."""
-        return self.fitting_limits.attempts(options.limits(self.model.packing), len(sequences))
+        smaller microbatches (`MicrobatchLimits.attempts`)."""
+        return self.microbatch_limits.attempts(options.limits(self.model.packing), len(sequences))
 
     @staticmethod
     def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -597,7 +597,9 @@ class PPOTrainer:
         """
         options = self.config.at(self.state.iteration)
         with random_state_restored(options.seed):
-            prompts, rollout = self.player.play(prompts, self.engine, sampling or self.sampling)
+            prompts, rollout = self.episode_runner.run(
+                prompts, self.engine, sampling or self.sampling
+            )
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         for attempt in self.attempts(batch, options):
@@ -651,7 +653,9 @@ class PPOTrainer:
         directory = Path(directory)
         with unsharded(self.model):
             value_function = directory.parent / "value_function.safetensors"
-            self.world.first(lambda: export(self.model, self.tokenizer, directory, value_function))
+            self.world.on_main_rank(
+                lambda: export(self.model, self.tokenizer, directory, value_function)
+            )
 
     def begin_iteration(self) -> PPOConfig:
         """The options of this iteration; the reference is refreshed if it is time."""

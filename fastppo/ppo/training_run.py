@@ -19,10 +19,10 @@ from typing import Any
 from transformers import set_seed
 
 from fastppo.models.device import device_name
-from fastppo.ppo.banner import banner
 from fastppo.ppo.curriculum import Chosen
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
+from fastppo.ppo.setup.banner import banner
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console
@@ -30,7 +30,7 @@ from fastppo.run.directory import check_no_run
 from fastppo.run.lock import run_lock
 from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.progress import progress
-from fastppo.run.report import write_report
+from fastppo.run.report.report import write_report
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
@@ -65,7 +65,7 @@ class TrainingRun:
         with self._surroundings():
             self._begin()
             log = self._open_log()
-            with self._why_failed(log), self.world.answering():
+            with self._why_failed(log), self.world.with_timeout():
                 metrics = self._iterations(log)
                 stopped_by = self.stop_request.stop
                 if stopped_by and self._is_short and not self.state.watch.stopped_by:
@@ -79,7 +79,9 @@ class TrainingRun:
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
                 f"{self._why_ended()}"
             )
-        return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
+        return metrics or self.world.on_main_rank(
+            lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1]
+        )
 
     def _write_results(self) -> None:
         """The policy, the best one where it is kept, and the report."""
@@ -100,10 +102,10 @@ class TrainingRun:
         """Locks the run directory and listens for signals; closes everything at the end."""
         with ExitStack() as stack:
             stack.enter_context(lasting_console())
-            stack.enter_context(self.world.answering())
+            stack.enter_context(self.world.with_timeout())
             stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))
-            for part in (self.callbacks, self.trainer.player, self.trainer.engine):
+            for part in (self.callbacks, self.trainer.episode_runner, self.trainer.engine):
                 stack.enter_context(closing(part))
             yield
 
@@ -113,7 +115,7 @@ class TrainingRun:
             self.checkpoints.resume()
             self.trainer.engine.weights_changed(self.trainer.model)
         elif self.state.iteration == 0:
-            self.world.first(lambda: check_no_run(self.run_dir))
+            self.world.on_main_rank(lambda: check_no_run(self.run_dir))
         for line in banner(self.trainer):
             self.trainer.say(line)
         self.trainer.self_check(self.trainer.prompts)
@@ -258,4 +260,4 @@ class TrainingRun:
             self.stop_request.end_phase()
 
     def _write_report(self) -> None:
-        self.world.first(lambda: write_report(self.run_dir))
+        self.world.on_main_rank(lambda: write_report(self.run_dir))

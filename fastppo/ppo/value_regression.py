@@ -32,7 +32,7 @@ from fastppo.data.world import World
 from fastppo.models.sharding import sharded_like
 from fastppo.ppo.experience import Experience
 
-FORGETTING = 0.8
+DECAY = 0.8
 """ρ: what a batch counts for after each later update."""
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -107,8 +107,8 @@ class ValueRegression:
             self.errors = self.errors.to(batch.device)
         else:
             errors = ((self.heads @ batch) * self.heads).sum(1)
-            self.errors = FORGETTING * self.errors + errors
-        self.moments.mul_(FORGETTING).add_(batch)
+            self.errors = DECAY * self.errors + errors
+        self.moments.mul_(DECAY).add_(batch)
         self.heads = torch.stack([ridge_head(self.moments, ridge) for ridge in RIDGES])
         self._write(head)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastppo.integrations.textarena import Game
+from fastppo.environments.textarena import Game
 
 
 class Guess(Game):

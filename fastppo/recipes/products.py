@@ -17,9 +17,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastppo.data.rows import Rows, write_rows
+from fastppo.environments.tools import Tools
 from fastppo.recipes import smollm2
 from fastppo.recipes.products_tools import Products
-from fastppo.rewards.tools import Tools
 from fastppo.stages.options import SFTConfig
 from fastppo.stages.sft import train_sft
 

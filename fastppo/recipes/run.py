@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastppo.data.files import write_whole
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.progress import say
 
@@ -101,7 +101,7 @@ def run_recipe(
         config: of its run.yaml, with a person's flags.
         only_prepare: make model and data, and train nothing.
     """
-    from fastppo.ppo.build import world_of
+    from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.directory import check_no_run
 

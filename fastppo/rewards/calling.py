@@ -73,7 +73,7 @@ class CallOptions:
     """Sentences that are shown once."""
 
     @contextlib.contextmanager
-    def put_back(self, name: str) -> Iterator[None]:
+    def restoring(self, name: str) -> Iterator[None]:
         """Within it users' code is called; afterwards torch's random state and its settings are
         what they were. What had changed is said once.
 

@@ -4,7 +4,7 @@ path/to/file.py:function     a function of a file
 package.module:function      a function of an importable module
 directory or hub name        a model for AutoModelForSequenceClassification
 https://host/path            a reward server
-package:name                 of another package: `fastppo.integrations.addresses`
+package:name                 of another package: `fastppo.rewards.addresses`
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data import fingerprint
 from fastppo.data.files import MissingPathError
-from fastppo.integrations import addresses
+from fastppo.rewards import addresses
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
-from fastppo.rewards.chat import SCHEME, Agent
 from fastppo.rewards.reward import Reward, RewardTerm
-from fastppo.rewards.tools import Tools, is_tool_class
 from fastppo.rewards.url import URLReward, address_name
 
 if TYPE_CHECKING:
@@ -76,43 +73,6 @@ def match_function(spec: str) -> re.Match[str] | None:
     return None if Path(spec).exists() else FUNCTION.match(spec)
 
 
-def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
-    """What makes environments, `file.py:Name`, `package.module:Name`, an agent `chat:file.py:name`,
-    an address of another package or a callable, with its fingerprint; None for an empty name.
-
-    Raises:
-        ValueError: it does not exist.
-    """
-    if not spec:
-        return None
-    if isinstance(spec, str) and spec.startswith(SCHEME):
-        return _load_agent(spec)
-    if isinstance(spec, str) and addresses.is_address(spec):
-        make: Any = addresses.load_environment(spec)
-        if inspect.iscoroutinefunction(make):
-            make = Agent(make)
-        term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
-    else:
-        term = load_callable(spec, "environment")
-    if not is_tool_class(term.function):
-        return term
-    try:
-        tools: Any = Tools(term.function)
-    except (ValueError, TypeError) as error:  # the second of attributes that are something else
-        raise ValueError(f"environment {spec}: {error}") from error
-    return replace(term, function=tools)
-
-
-def _load_agent(spec: str) -> RewardTerm:
-    name, options = addresses.Address.of(spec.removeprefix(SCHEME))
-    term = load_callable(name, "agent")
-    try:
-        agent: Any = Agent(term.function, **options)
-    except (TypeError, ImportError) as error:
-        raise ValueError(f"environment {spec}: {error}") from error
-    return replace(term, name="environment", function=agent)
-
-
 def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:
     """A callable, or the one that `file.py:name` or `package.module:name` names, under the name of
     its option, with its fingerprint.
@@ -135,7 +95,7 @@ def _load_function(where: str, name: str, option: str) -> Any:
     if is_file and not Path(where).is_file():
         raise MissingPathError(f"{option} {where}:{name}: there is no file {where}", where)
     try:
-        with CallOptions().put_back(where):
+        with CallOptions().restoring(where):
             module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
             function = call(lambda: getattr(module, name, None))
     except UserCodeError as error:

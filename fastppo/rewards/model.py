@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from fastppo.data.chat import check_text, render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.models.kinds import check_reward_model
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
@@ -93,7 +93,7 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[i
     # A chat template writes its own special tokens.
     ids = list(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
     if not ids:
-        raise DataError(f"{where}: the tokenizer has no token for {shown(text)}")
+        raise DataError(f"{where}: the tokenizer has no token for {describe(text)}")
     return ids
 
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from fastppo.data.files import write_whole
 from fastppo.data.rows import DataError
-from fastppo.functional.scalars import counted, shown
+from fastppo.functional.scalars import counted, describe
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
 
 Partial = list[float] | list[tuple[int, float]]
@@ -161,7 +161,7 @@ def score(
     """
     options = options or CallOptions()
     try:
-        with options.put_back(f"reward {term.name!r}"):
+        with options.restoring(f"reward {term.name!r}"):
             return score_term(term, samples, options)
     except TermError as error:
         rows = range(len(samples)) if error.row is None else [error.row]
@@ -299,7 +299,7 @@ def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
     end = item[0] if len(item) == 2 else None
     if isinstance(end, bool) or not isinstance(end, int) or end < 1:
         raise ValueError(
-            f"returned {shown(tuple(item))} for a step of completion {row}; expected (end, value) "
+            f"returned {describe(tuple(item))} for completion {row}; expected steps (end, value) "
             "with end the character offset where the step ends, a whole number from 1"
         )
     return end, _finite(item[1], f"for the step of completion {row} that ends at {end}")
@@ -308,7 +308,7 @@ def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
 def _finite(value: Any, where: str) -> float:
     if not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
         raise ValueError(
-            f"returned {shown(value)} {where}; expected a number within ±{MAX_REWARD:g}"
+            f"returned {describe(value)} {where}; expected a number within ±{MAX_REWARD:g}"
         )
     return float(value)
 

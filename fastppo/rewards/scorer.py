@@ -196,7 +196,7 @@ class Scorer:
             written = [[True] * len(ids) for ids in response_ids]
         if self.world.size == 1:
             return self._score(prompts, completions, response_ids, written)
-        rows = self.world.own(len(prompts))
+        rows = self.world.local_rows(len(prompts))
         own = slice(rows.start, rows.stop)
 
         def score_own_rows() -> Scores | None:
@@ -206,7 +206,7 @@ class Scorer:
                 prompts.select(rows), completions[own], response_ids[own], written[own]
             )
 
-        shares = self.world.share(score_own_rows)
+        shares = self.world.gather_results(score_own_rows)
         return Scores.joined([scores for scores in shares if scores is not None])
 
     def _score(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 FINISHED = "stop"
 """The response ended with a stop token, which is its last token, or completed a stop string."""
@@ -164,13 +164,13 @@ def check_rollout(rollout: Rollout, vocabulary: int, longest: int) -> None:
         if not 0 < len(tokens) <= longest or not all(is_token):
             raise ValueError(
                 f"response {row} must be 1 to {longest} token ids in [0, {vocabulary}), got "
-                f"{shown(tokens)}"
+                f"{describe(tokens)}"
             )
     reasons = rollout.finish_reasons
     known = [FINISHED, TRUNCATED]  # not a set: a reason may be a list
     if len(reasons) != len(rollout.tokens) or not all(reason in known for reason in reasons):
         raise ValueError(
-            f"a response must finish with {FINISHED} or {TRUNCATED}, got {shown(reasons)}"
+            f"a response must finish with {FINISHED} or {TRUNCATED}, got {describe(reasons)}"
         )
     for logprobs in (rollout.sampler_logprobs, rollout.logprobs):
         if logprobs is None:

@@ -41,7 +41,7 @@ class SharedEngine(RolloutEngine):
         """Whether this rank hands on what its group decodes."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        own = self.group.own(len(prompt_ids))
+        own = self.group.local_rows(len(prompt_ids))
         own_sampling = replace(sampling, place=(own.start, len(prompt_ids)))
 
         def draw() -> dict[str, Any] | None:
@@ -56,18 +56,18 @@ class SharedEngine(RolloutEngine):
         with gathered, torch.random.fork_rng(devices=devices):
             if not self.engine.draws_by_row and not sampling.greedy:
                 torch.manual_seed(_draw_seed() + self.group.rank)
-            packed = self.world.share(draw)
+            packed = self.world.gather_results(draw)
         if not sampling.greedy:
             _draw_seed()  # every rank goes on from the same state, the one that the decoder leaves
         return Rollout.joined([_unpacked(fields) for fields in packed if fields is not None])
 
     def release(self) -> None:
-        self.world.share(self.engine.release)
+        self.world.gather_results(self.engine.release)
         reshard_for_update(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
         reshard(self.policy)  # a group that is still gathered has the weights before the update
-        self.world.share(lambda: self.engine.weights_changed(policy))
+        self.world.gather_results(lambda: self.engine.weights_changed(policy))
 
     def close(self) -> None:
         self.engine.close()

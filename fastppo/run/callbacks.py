@@ -24,7 +24,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fastppo.data.world import World
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.run.options import Options
 
@@ -109,7 +109,7 @@ class Callbacks:
         **parts: Any,
     ) -> None:
         if not isinstance(callbacks, list | tuple):
-            raise TypeError(f"callbacks must be a list, got {shown(callbacks)}")
+            raise TypeError(f"callbacks must be a list, got {describe(callbacks)}")
         self.world = world or World()
         self.calls = CallOptions(say=say)
         self.parts = parts
@@ -179,7 +179,7 @@ class Callbacks:
                     self.control = self._call(type(callback).__name__, notify) or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
-        rank_flags = self.world.share(call)
+        rank_flags = self.world.gather_results(call)
         for i, flag in enumerate(FLAGS):
             setattr(self.control, flag, any(flags[i] for flags in rank_flags))
 
@@ -197,7 +197,7 @@ class Callbacks:
         """What a callback returns. What it raises is the caller's, as in transformers; but an
         `exit()` ends no run."""
         try:
-            with self.calls.put_back(f"callback {name}"):
+            with self.calls.restoring(f"callback {name}"):
                 return call(function)
         except UserCodeError as error:
             cause = error.__cause__

@@ -385,7 +385,7 @@ def _restore_weights(
         for name, parameter in parameters.items():
             weight = saved[name]
             if parameter.shape != weight.shape:
-                raise ValueError(shards.misfit(path, name, weight.shape, parameter.shape))
+                raise ValueError(shards.shape_error(path, name, weight.shape, parameter.shape))
             if parameter.is_floating_point() != weight.is_floating_point():
                 raise ValueError(f"{path} does not fit the model: {name} is {weight.dtype} there")
             parameter.copy_(sharded_like(weight, parameter))
@@ -427,7 +427,9 @@ def _check_optimizer(
         if key not in shapes:
             raise ValueError(f"{path} does not fit the optimizer, which has no {key}")
         if tuple(tensor.shape) != shapes[key]:
-            raise ValueError(shards.misfit(path, f"optimizer {key}", tensor.shape, shapes[key]))
+            raise ValueError(
+                shards.shape_error(path, f"optimizer {key}", tensor.shape, shapes[key])
+            )
         if tensor.dtype not in STATE_DTYPES:
             raise ValueError(f"{path} does not fit the optimizer: {key} is {tensor.dtype} there")
     moments = {key for key in tensors if not key.endswith(".master")}

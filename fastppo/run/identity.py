@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.run.options import Options
 from fastppo.run.removed import is_unset, removal
 
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
     """Whether it makes the run another one, which may not go on from there."""
 
     def __str__(self) -> str:
-        return f"{self.name} was {shown(self.before)} and is {shown(self.now)}"
+        return f"{self.name} was {describe(self.before)} and is {describe(self.now)}"
 
 
 def of_run(config: Options, fingerprints: Mapping[str, str]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def check_same_run(
     for name, value in _part(before, "options").items():
         sentence = removal(name)
         if sentence and name not in now["options"] and not is_unset(name, value):
-            removed.append(f"{name} was {shown(value)}; {sentence}")
+            removed.append(f"{name} was {describe(value)}; {sentence}")
     if (reasons or removed) and not allowed:
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(reasons + removed)}. "

@@ -30,7 +30,7 @@ def run_lock(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
         ValueError: another run holds it, it is a file, or it cannot be written.
     """
     with ExitStack() as stack:
-        (world or World()).first(lambda: stack.enter_context(_locked(Path(run_dir))))
+        (world or World()).on_main_rank(lambda: stack.enter_context(_locked(Path(run_dir))))
         yield
 
 

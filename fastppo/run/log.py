@@ -18,7 +18,7 @@ from typing import Any
 from fastppo.data.files import append_lines, write_whole
 from fastppo.data.rows import write_rows
 from fastppo.data.world import World
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.run.console import console_notes
 from fastppo.run.events import EventFile
 from fastppo.run.identity import versions
@@ -128,15 +128,15 @@ class SharedLog:
             self._log = RunLog(directory, config, index=index, first=first, device=device)
             return self._log.notes
 
-        self.notes = world.first(begin)
+        self.notes = world.on_main_rank(begin)
 
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
-        self.world.first(lambda: self._log.metrics(number, metrics, warnings))
+        self.world.on_main_rank(lambda: self._log.metrics(number, metrics, warnings))
         if self.callbacks is not None:
             self.callbacks.logged(number, metrics)
 
     def ended(self, reason: str) -> None:
-        self.world.first(lambda: self._log.ended(reason))
+        self.world.on_main_rank(lambda: self._log.ended(reason))
 
     def failed(self, error: Exception) -> None:
         """As `ended`, of an error, which some ranks may not have met: so nobody waits for them, and
@@ -148,7 +148,7 @@ class SharedLog:
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
     ) -> None:
-        self.world.first(lambda: self._log.samples(number, samples, held_out=held_out))
+        self.world.on_main_rank(lambda: self._log.samples(number, samples, held_out=held_out))
         if self.callbacks is not None and samples and not held_out:
             self.callbacks.tell("on_samples", samples=samples)
 
@@ -200,7 +200,7 @@ def cut(path: Path, index: str, first: int) -> list[str]:
         at = _record(line, path, number).get(index, -1)
         if not isinstance(at, int):
             raise ValueError(
-                f"{path}, line {number}: {index} must be a whole number, got {shown(at)}"
+                f"{path}, line {number}: {index} must be a whole number, got {describe(at)}"
             )
         if at < first:
             kept.append(line)

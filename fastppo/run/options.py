@@ -33,7 +33,7 @@ import yaml
 
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.run.counterparts import counterpart
 from fastppo.run.removed import is_unset, removal
 
@@ -143,7 +143,7 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
         allowed = minimum <= value <= maximum if above is None else above < value <= maximum
         if not allowed:
             interval = f"[{minimum}, {maximum}]" if above is None else f"({above}, {maximum}]"
-            raise ValueError(f"{name} must be in {interval}, got {shown(value)}")
+            raise ValueError(f"{name} must be in {interval}, got {describe(value)}")
     elif minimum is not None:
         scalars.at_least(name, value, minimum)
     elif above is not None:
@@ -162,7 +162,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         return None if value is None else _converted(name, value, inner)
     if get_origin(hint) is Sequence:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} must be a list, [a, b], got {shown(value)}")
+            raise ValueError(f"{name} must be a list, [a, b], got {describe(value)}")
         return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
     if hint is bool and isinstance(value, str) and value.lower() in BOOLS:
         return BOOLS[value.lower()]
@@ -175,7 +175,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             _check_text(name, value)
         return value
     names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text"}
-    raise ValueError(f"{name} must be {names[hint]}, got {shown(value)}")
+    raise ValueError(f"{name} must be {names[hint]}, got {describe(value)}")
 
 
 def _number(value: Any, hint: type) -> Any:
@@ -204,7 +204,7 @@ def _check_text(name: str, value: str) -> None:
         raise ValueError("output_dir must name a directory, such as . for the current one, got ''")
     if "\0" in value or (not value.isprintable() and _has_half_character(value)):
         raise ValueError(
-            f"{name} must be a text without NUL or half characters, got {shown(value)}"
+            f"{name} must be a text without NUL or half characters, got {describe(value)}"
         )
 
 
@@ -231,7 +231,7 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
         sentence = removal(key) if isinstance(key, str) else None
         if sentence is None:
             hint = options.hint(key) if isinstance(key, str) else ""
-            sentences.append(f"{path}: no option {shown(key)}{hint}")
+            sentences.append(f"{path}: no option {describe(key)}{hint}")
         elif not is_unset(key, value):
             sentences.append(f"{path}: {sentence}")
     if sentences:
@@ -327,7 +327,7 @@ class SharingOptions(Options):
         for name in self.report_to:
             if name not in TRACKERS:
                 raise ValueError(
-                    f"report_to must be one of {', '.join(TRACKERS)}, got {shown(name)}; "
+                    f"report_to must be one of {', '.join(TRACKERS)}, got {describe(name)}; "
                     "TensorBoard is always written, and PPOTrainer(callbacks=[…]) takes "
                     "transformers' callback of another tracker"
                 )

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.run.console import printable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def console_of_first(world: World, console: Console | None = None) -> Console:
         TypeError: it is no console.
     """
     if console is not None and not isinstance(console, Console):
-        raise TypeError(f"console must be a rich.console.Console, got {shown(console)}")
+        raise TypeError(f"console must be a rich.console.Console, got {describe(console)}")
     if not world.is_main:
         return Console(quiet=True)
     return console or Console(stderr=True)

@@ -115,7 +115,7 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
         if weight is None:
             raise ValueError(f"{path} does not fit the model, which has nothing for {key}")
         if part != "optimizer" and weight.shape != tensor.size:
-            raise ValueError(misfit(path, name, tensor.size, weight.shape))
+            raise ValueError(shape_error(path, name, tensor.size, weight.shape))
         target = _empty(tensor, weight)
         targets[key] = target
         if part == "optimizer":
@@ -145,7 +145,7 @@ def read_weights(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
         if tensor is None:
             raise ValueError(f"{path} does not fit the model: it has no {name}")
         if weight.shape != tensor.size:
-            raise ValueError(misfit(path, name, tensor.size, weight.shape))
+            raise ValueError(shape_error(path, name, tensor.size, weight.shape))
         targets[f"model.{name}"] = _empty(tensor, weight)
     _load(targets, reader)
     return {key.removeprefix("model."): target for key, target in targets.items()}
@@ -159,7 +159,7 @@ def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def misfit(path: Path, name: str, saved_shape: Sequence[int], shape: Sequence[int]) -> str:
+def shape_error(path: Path, name: str, saved_shape: Sequence[int], shape: Sequence[int]) -> str:
     """The sentence on a tensor of another shape."""
     return (
         f"{path} does not fit the model: {name} is {list(saved_shape)} there and {list(shape)} here"

@@ -40,7 +40,7 @@ class Records(TrainerCallback):
             first=state.global_step + 1 if state.global_step else 0,
             device=device_name(args.device),
         )
-        for record in self.world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")):
+        for record in self.world.on_main_rank(lambda: read_jsonl(run_dir / "metrics.jsonl")):
             self._written.add((record.pop("step"), frozenset(record)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fastppo.data.chat import check_text, encode_prompt, is_chat, render_chat
 from fastppo.data.padding import pad, padded_batch
 from fastppo.data.rows import DataError, Rows
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 
 IGNORED = -100
 """Label of the positions without a loss, as transformers' losses read it."""
@@ -115,11 +115,13 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
         return prompt, ids, labels
     if row.get("text") is not None:
         if not isinstance(row["text"], str) or not row["text"].strip():
-            raise DataError(f"{where}: text must be a non-empty string, got {shown(row['text'])}")
+            raise DataError(
+                f"{where}: text must be a non-empty string, got {describe(row['text'])}"
+            )
         check_text(row["text"], where)
         ids = list(tokenizer(row["text"])["input_ids"])
         if not ids:
-            raise DataError(f"{where}: the tokenizer has no token for {shown(row['text'])}")
+            raise DataError(f"{where}: the tokenizer has no token for {describe(row['text'])}")
         if ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
         return row["text"], ids, list(ids)

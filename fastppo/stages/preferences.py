@@ -17,7 +17,7 @@ from torch import Tensor
 from fastppo.data.chat import is_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError, Rows
-from fastppo.functional.scalars import shown
+from fastppo.functional.scalars import describe
 from fastppo.rewards.model import cut_beginning, text_ids
 
 
@@ -94,7 +94,7 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
         numbers = isinstance(ranks, list) and all(map(_is_number, ranks))
         if not numbers or len(ranks) != len(completions):
             raise DataError(
-                f"{where}: ranks must be {len(completions)} numbers, got {shown(ranks)}"
+                f"{where}: ranks must be {len(completions)} numbers, got {describe(ranks)}"
             )
     elif row.get("chosen") is not None and row.get("rejected") is not None:
         completions = [row["chosen"], row["rejected"]]
@@ -108,7 +108,7 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
     if margin is None:
         margin = 0.0
     if not _is_number(margin):
-        raise DataError(f"{where}: margin must be a finite number, got {shown(margin)}")
+        raise DataError(f"{where}: margin must be a finite number, got {describe(margin)}")
     if len(completions) > 2 and margin:
         raise DataError(f"{where}: a margin is that of one pair; a ranked list has several")
     return *_prompt_and_completions(row.get("prompt"), completions, where), ranks, float(margin)

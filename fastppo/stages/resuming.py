@@ -15,8 +15,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import TrainerState
 
-from fastppo.functional.scalars import shown
-from fastppo.run.shards import misfit
+from fastppo.functional.scalars import describe
+from fastppo.run.shards import shape_error
 
 STATE = "trainer_state.json"
 
@@ -84,7 +84,7 @@ def check_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
         if name not in weights:
             raise ValueError(f"{path} does not fit the model, which has no {name}")
         if shape != list(weights[name].shape):
-            raise ValueError(misfit(path, name, shape, weights[name].shape))
+            raise ValueError(shape_error(path, name, shape, weights[name].shape))
     places = {weights[name].data_ptr() for name in shapes}  # tied weights are written once
     for name, weight in weights.items():
         if weight.data_ptr() not in places:
@@ -117,7 +117,7 @@ def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, A
     for group, before in zip(optimizer.param_groups, options, strict=True):
         for name, value in before.items():
             if type(group.get(name)) is not type(value):
-                got = shown(group.get(name))
+                got = describe(group.get(name))
                 raise ValueError(f"{path} does not fit the optimizer: {name} is {got}")
         for weight in group["params"]:
             moments = optimizer.state.get(weight)

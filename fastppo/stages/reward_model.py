@@ -314,7 +314,7 @@ def train_reward_model(
             save_model(run_dir, trained, tokenizer)
 
         with unsharded(classifier):
-            world.first(save)
+            world.on_main_rank(save)
         return result
 
 

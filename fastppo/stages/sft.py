@@ -157,7 +157,7 @@ def train_sft(
             save_model(run_dir, merged, tokenizer)
 
         with unsharded(policy):
-            world.first(save)
+            world.on_main_rank(save)
         return result
 
 

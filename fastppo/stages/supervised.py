@@ -175,7 +175,7 @@ def stage_world(config: SupervisedConfig) -> Iterator[World]:
     with (
         lasting_console(),
         torchrun_hidden(),
-        world.answering(),
+        world.with_timeout(),
         run_lock(config.output_dir, world),
     ):
         yield world
@@ -194,7 +194,7 @@ def open_run(config: SupervisedConfig, world: World | None = None) -> Path:
             check_no_run(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
 
-    (world or World()).first(create)
+    (world or World()).on_main_rank(create)
     return run_dir
 
 
@@ -280,7 +280,7 @@ class SupervisedTrainer(Trainer, ABC):
 
     def own_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         """This process's rows of a batch, collated."""
-        own = self.world.own(len(rows))
+        own = self.world.local_rows(len(rows))
         if not own:
             return self.without_items(self.collate(rows[:1]))
         return self.collate(rows[own.start : own.stop])
@@ -358,7 +358,7 @@ class SupervisedTrainer(Trainer, ABC):
         self.say = functools.partial(say, console)
         for sentence in busy_cpu(self.args.device):
             self.say(sentence, "yellow")
-        checkpoint = self.world.first(self._find_checkpoint) if self.config.resume else None
+        checkpoint = self.world.on_main_rank(self._find_checkpoint) if self.config.resume else None
         self.args.eval_on_start = bool(self.eval_dataset) and checkpoint is None
         with progress(self.title, console) as show, listening(self.world) as request:
             self.add_callback(ProgressBar(show))
@@ -375,7 +375,7 @@ class SupervisedTrainer(Trainer, ABC):
         return result
 
     def _stopped(self, signum: int) -> Stopped:
-        written = self.world.first(lambda: checkpoints(self.config.output_dir))
+        written = self.world.on_main_rank(lambda: checkpoints(self.config.output_dir))
         next_run = "no checkpoint was written"
         if written:
             next_run = f"`--resume true` goes on from {written[-1]}"
@@ -450,7 +450,7 @@ class SupervisedTrainer(Trainer, ABC):
         states = self._on_the_first(optimizer.state_dict())
         optimizer.state_dict = lambda: states
         try:
-            self.world.first(lambda: self._write_checkpoint(*args, **kwargs))
+            self.world.on_main_rank(lambda: self._write_checkpoint(*args, **kwargs))
         finally:
             del optimizer.state_dict
             self._weights = None

@@ -29,7 +29,7 @@ def test_predictions_are_what_one_computes_by_hand() -> None:
 
 
 def test_predictions_take_the_instructions_that_the_notes_counted() -> None:
-    """Within a twentieth: they come from `tests/cost.py`, in kernels/NOTES.md."""
+    """Within a twentieth: they come from `tests/tools/cost.py`, in kernels/NOTES.md."""
     notes = (docs.ROOT / "kernels" / "NOTES.md").read_text("utf-8")
     for launch, kernel in predictions.ROW_KERNELS.items():
         row = re.search(rf"^\| {re.escape(launch)} \| ([^|]+) \| ([^|]+) \|", notes, re.MULTILINE)

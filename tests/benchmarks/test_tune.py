@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo_kernels import programs
-from fastppo_kernels.programs import TABLE, Program
+from fastppo_kernels.triton import programs
+from fastppo_kernels.triton.programs import TABLE, Program
 
 from benchmarks import tune
 from benchmarks.__main__ import main

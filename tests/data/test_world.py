@@ -17,7 +17,7 @@ from fastppo.data.world import VARIABLES, World, is_first, join, torchrun_hidden
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_every_row_is_one_ranks_and_none_has_two_more_than_another(count: int, size: int) -> None:
-    shares = [World(rank, size).own(count) for rank in range(size)]
+    shares = [World(rank, size).local_rows(count) for rank in range(size)]
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -27,10 +27,10 @@ def test_one_process_is_a_world_that_changes_nothing() -> None:
     assert world.is_main
     assert world.cat(x) is x
     assert world.gather("a") == ["a"]
-    assert world.share(lambda: 3) == [3]
+    assert world.gather_results(lambda: 3) == [3]
     assert world.sum(x[2]) == 2
-    with pytest.raises(KeyError), world.answering():
-        world.first(lambda: {}["nothing"])
+    with pytest.raises(KeyError), world.with_timeout():
+        world.on_main_rank(lambda: {}["nothing"])
     assert join(torch.device("cpu")).size == 1
 
 
@@ -55,9 +55,9 @@ def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_is_silent_is_a_sentence(text: str, says: str) -> None:
-    with pytest.raises(RuntimeError, match=says), World(1, 2).answering():
+    with pytest.raises(RuntimeError, match=says), World(1, 2).with_timeout():
         raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="something else"), World(1, 2).answering():
+    with pytest.raises(RuntimeError, match="something else"), World(1, 2).with_timeout():
         raise RuntimeError("something else")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fastppo_kernels import torch_rows
+from fastppo_kernels.torch import rows as torch_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

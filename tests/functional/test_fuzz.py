@@ -512,7 +512,7 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         assert off <= tolerance * scale, f"{ours} is not {theirs}"
 
 
-def shown(arguments: dict[str, Any]) -> str:
+def describe(arguments: dict[str, Any]) -> str:
     """The arguments for a message."""
     texts = []
     for name, value in arguments.items():
@@ -551,5 +551,5 @@ def test_any_arguments_give_the_right_number_or_an_error_that_names_one(seed: in
         try:
             check(function, arguments)
         except AssertionError as error:
-            call = f"{function.__name__}({shown(arguments)})"
+            call = f"{function.__name__}({describe(arguments)})"
             raise AssertionError(f"seed {seed * BATCH + offset}, {call}: {error}") from error

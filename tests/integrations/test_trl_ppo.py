@@ -14,7 +14,7 @@ import tiny
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.options import read_yaml
 

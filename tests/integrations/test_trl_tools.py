@@ -12,8 +12,8 @@ from environments import Scripted
 from tokenizers import AddedToken
 
 from fastppo.data.prompts import Prompts
-from fastppo.rewards.environment import Turns
-from fastppo.rewards.loading import load_environment
+from fastppo.environments.loading import load_environment
+from fastppo.environments.turns import Turns
 from fastppo.rollout import Sampling
 
 datasets = pytest.importorskip("datasets")
@@ -80,10 +80,10 @@ def test_the_same_turns_are_the_same_episode(tmp_path: Path, monkeypatch: Any) -
     term = load_environment(Shop)
     assert term is not None
     stop = tokenizer.eos_token_id
-    player = Turns(term.function, tokenizer, max_turns=4)
+    episode_runner = Turns(term.function, tokenizer, max_turns=4)
     sampling = Sampling(max_new_tokens=400, stop_token_ids=(stop,))
     prompts = Prompts([PROMPT], [[1]], {"item": ["tea"]})
-    prompts, rollout = player.play(prompts, Scripted(ids, stop=(stop,)), sampling)
+    prompts, rollout = episode_runner.run(prompts, Scripted(ids, stop=(stop,)), sampling)
 
     assert prompts.token_ids[0] == theirs["prompt_ids"]
     assert rollout.tokens[0] == theirs["completion_ids"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fastppo
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import importance
+from fastppo.ppo.options.config import PPOConfig
 
 pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fastppo_kernels import cpu_advantages, cpu_threads, definition, torch_advantages
+from fastppo_kernels import definition
+from fastppo_kernels.cpu import advantages as cpu_advantages
+from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.records import Shaping
+from fastppo_kernels.torch import advantages as torch_advantages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

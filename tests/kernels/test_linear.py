@@ -18,7 +18,8 @@ import pytest
 import torch
 from allocations import allocations
 from draws import as_linear
-from fastppo_kernels import cpu_rows, definition, linear
+from fastppo_kernels import definition, linear
+from fastppo_kernels.cpu import rows as cpu_rows
 from fastppo_kernels.records import (
     Gemm,
     GradientsWanted,
@@ -36,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
 
 pytestmark = [
     # NumPy announces what the kernels mean to happen: see test_triton_rows.py.

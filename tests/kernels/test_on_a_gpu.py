@@ -33,7 +33,7 @@ from waits import refused_by_torch
 
 import fastppo
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastppo.models import quantized
-from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.plan import make_plan
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.plan.plan import make_plan
 from fastppo.ppo.trainer import PPOTrainer
 from runs import records
 

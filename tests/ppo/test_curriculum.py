@@ -13,8 +13,8 @@ import torch
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import WINDOW, Chosen, Curriculum
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores

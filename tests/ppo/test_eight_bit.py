@@ -12,9 +12,9 @@ import tiny
 import torch
 from torch import nn
 
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import NEEDED, adamw_8bit, empty_moments, is_quantized
-from fastppo.ppo.plan import make_plan
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.plan.plan import make_plan
 from fastppo.ppo.trainer import PPOTrainer
 from runs import LEARNING, assert_learns, make_trainer
 

@@ -16,7 +16,7 @@ import torch
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl, why_ended
-from fastppo.run.report import write_report
+from fastppo.run.report.report import write_report
 from runs import make_trainer, records
 
 

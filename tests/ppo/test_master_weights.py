@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fastppo.models.policy import ActorCritic
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.master_weights import MasterAdamW
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer
+from fastppo.ppo.options.config import PPOConfig
 from runs import first_experience, make_trainer
 
 

@@ -30,7 +30,7 @@ from fastppo.ppo.metrics import (
 from fastppo.rewards.reward import Scored
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
-from fastppo.run.panels import PANELS
+from fastppo.run.report.panels import PANELS
 from runs import experience_of, first_experience, make_trainer, records
 
 BATCH = Batch.of([[4], [5, 6]], [[7, 8, 1], [9]])

@@ -11,8 +11,8 @@ from torch import nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Rollout
 from runs import Watched, make_trainer, records

@@ -11,8 +11,8 @@ import torch
 
 from fastppo.models.policy import ActorCritic
 from fastppo.models.value import critic_of_policy
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule
+from fastppo.ppo.options.config import PPOConfig
 
 
 def _model(kind: str = "shared") -> ActorCritic:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fastppo.data.microbatches import Limits
-from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.out_of_memory import FittingLimits, explain_out_of_memory, remedy
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory, remedy
 from fastppo.ppo.trainer import PPOTrainer
 from runs import first_experience, first_prompts, make_trainer, tensors_of
 
@@ -31,7 +31,7 @@ def _limit(model: nn.Module, room: int) -> list[int]:
 
 def _sentences(trainer: PPOTrainer) -> list[str]:
     said: list[str] = []
-    trainer.fitting_limits.say = said.append
+    trainer.microbatch_limits.say = said.append
     return said
 
 
@@ -85,7 +85,7 @@ def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
     torch.testing.assert_close(*map(tensors_of, experiences), rtol=0, atol=0)
 
 
-def _tried(fitting: FittingLimits, wanted: Limits, sequences: int, room: int) -> list[Limits]:
+def _tried(fitting: MicrobatchLimits, wanted: Limits, sequences: int, room: int) -> list[Limits]:
     """The limits of the attempts at a pass, of which only so many sequences fit."""
     tried: list[Limits] = []
     for attempt in fitting.attempts(wanted, sequences):
@@ -98,7 +98,7 @@ def _tried(fitting: FittingLimits, wanted: Limits, sequences: int, room: int) ->
 
 def test_halving_starts_from_the_sequences_that_there_are() -> None:
     said: list[str] = []
-    tried = _tried(FittingLimits(said.append), Limits(512), 16, room=8)
+    tried = _tried(MicrobatchLimits(said.append), Limits(512), 16, room=8)
     assert [limits.sequences for limits in tried] == [512, 8]
     assert len(said) == 1
 
@@ -107,7 +107,7 @@ def test_halving_starts_from_the_sequences_that_there_are() -> None:
 def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -> None:
     said: list[str] = []
     with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
-        _tried(FittingLimits(said.append), limits, 4, room=0)
+        _tried(MicrobatchLimits(said.append), limits, 4, room=0)
     assert len(said) == len({*said}), "nothing is tried twice"
 
 
@@ -137,4 +137,4 @@ def test_what_servers_hold_is_no_remedy_for_the_process() -> None:
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:
     with pytest.raises(RuntimeError, match="out of memory on one of several processes: CUDA"):
-        _tried(FittingLimits(print, processes=2), Limits(8), 8, room=4)
+        _tried(MicrobatchLimits(print, processes=2), Limits(8), 8, room=4)

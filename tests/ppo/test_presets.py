@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastppo import cli
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.presets import PRESETS, preset_options
 from runs import make_trainer, records
 

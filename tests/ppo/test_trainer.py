@@ -20,11 +20,11 @@ from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import split
 from fastppo.data.rows import DataError
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.report import write_report
+from fastppo.run.report.report import write_report
 from runs import (
     Watched,
     experience_of,

@@ -14,9 +14,9 @@ from fastppo_kernels.definition import sampled_kl
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.banner import banner
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.banner import banner
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
@@ -49,7 +49,7 @@ def test_a_run_learns_to_call_and_to_answer(advantage: str, tmp_path: Path) -> N
 def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -> None:
     """Those that the decoder gave turn by turn are those of one pass over the whole."""
     trainer = _trainer(tmp_path)
-    prompts, rollout = trainer.player.play(
+    prompts, rollout = trainer.episode_runner.run(
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     assert rollout.written is not None
@@ -68,7 +68,7 @@ def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> N
         return [[1.0] * len(ids) for ids in completion_ids]
 
     trainer = _trainer(tmp_path, rewards=[one_each])
-    prompts, rollout = trainer.player.play(
+    prompts, rollout = trainer.episode_runner.run(
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     scores = trainer.score(prompts, rollout, trainer.config)
@@ -83,7 +83,7 @@ def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path
     """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
     more = {"bootstrap_truncated": True, "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
     trainer = _trainer(tmp_path, **more, whiten_advantages="none")
-    prompts, rollout = trainer.player.play(
+    prompts, rollout = trainer.episode_runner.run(
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     row = rollout.finish_reasons.index("turns")

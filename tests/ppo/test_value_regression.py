@@ -14,8 +14,8 @@ from fastppo.data.batch import Batch
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.value_regression import (
+    DECAY,
     FIRST_RIDGE,
-    FORGETTING,
     RIDGES,
     ValueRegression,
     ridge_head,
@@ -97,7 +97,7 @@ def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
             states.append(model(layout).value_states.double())
         returns.append(batch.complete_returns.double())
         trainer.update(batch, trainer.config)
-    counts = [torch.full_like(y, FORGETTING**age) for y, age in zip(returns, (1, 0), strict=True)]
+    counts = [torch.full_like(y, DECAY**age) for y, age in zip(returns, (1, 0), strict=True)]
     regression = trainer.state.value_regression
     assert regression is not None
     wanted = ridge_regression(

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import load_rows
+from fastppo.environments.loading import load_environment
+from fastppo.environments.turns import Turns
 from fastppo.recipes import products
 from fastppo.recipes.products_reward import right
 from fastppo.recipes.products_tools import Products
-from fastppo.rewards.environment import Turns
-from fastppo.rewards.loading import load_environment
 from fastppo.rollout import Sampling
 
 
@@ -43,10 +43,12 @@ def test_a_demonstrated_call_and_answer_are_an_episode_of_the_run(
     engine = Scripted(turns, stop=(eos,))
     term = load_environment(Products)
     assert term is not None
-    player = Turns(term.function, tokenizer, max_turns=2)
+    episode_runner = Turns(term.function, tokenizer, max_turns=2)
     row = products._row(34, 57)
     prompts = Prompts([row["prompt"]], [[1]], {"answer": [row["answer"]]})
-    _, rollout = player.play(prompts, engine, Sampling(max_new_tokens=99, stop_token_ids=(eos,)))
+    _, rollout = episode_runner.run(
+        prompts, engine, Sampling(max_new_tokens=99, stop_token_ids=(eos,))
+    )
     read = [tokenizer.decode(asked[0]) for asked in engine.asked]
     assert read == [call["prompt"], answer["prompt"]]
     assert rollout.calls == [["answered"]]

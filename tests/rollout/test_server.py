@@ -26,7 +26,7 @@ import torch
 from processes import FORKSERVER
 from rich.console import Console
 
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import RolloutError, server
 from fastppo.rollout.server import ServerEngine

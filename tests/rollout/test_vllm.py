@@ -25,7 +25,7 @@ from vllm_ranks import Listener
 
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import FINISHED, Rollout, Sampling
 from fastppo.rollout.draw import kept_tokens

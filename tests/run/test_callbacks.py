@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fastppo.data.world import World
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.callbacks import Arguments, Callbacks
 from fastppo.run.checkpoint import CheckpointError
 from fastppo.run.log import why_ended
@@ -189,7 +189,7 @@ def test_what_one_rank_asks_for_all_ranks_do() -> None:
     """A world whose other rank answers that it wants to stop."""
 
     class Two(World):
-        def share(self, work: Any, name: str = "") -> list[Any]:
+        def gather_results(self, work: Any, name: str = "") -> list[Any]:
             return [work(), [True, False, False]]
 
     listener = Listener()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastppo.ppo.config import IDENTITY, PPOConfig
+from fastppo.ppo.options.config import IDENTITY, PPOConfig
 from fastppo.run import identity
 from fastppo.run.options import Options, option
 from fastppo.stages.options import IDENTITY as STAGE_IDENTITY

@@ -17,7 +17,7 @@ from fastppo.run.events import EventFile
 from fastppo.run.log import RunLog, cut, read_jsonl, short_names
 from fastppo.run.options import Options, option
 from fastppo.run.progress import progress
-from fastppo.run.report import write_report
+from fastppo.run.report.report import write_report
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from fastppo.generate import GenerateConfig
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import Options, option, read_yaml
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig

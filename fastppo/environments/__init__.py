@@ -1,0 +1,1 @@
+"""Environments: turns, tools, agents, and adapters for other packages' environments."""

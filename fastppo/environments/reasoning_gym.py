@@ -1,0 +1,46 @@
+"""Tasks of reasoning-gym as prompts, and its own verifiers as their reward.
+
+prompts: reasoning-gym:chain_sum?size=1000&seed=0
+rewards: [reasoning-gym:score_answer]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
+
+from fastppo.data.rows import Rows
+from fastppo.rewards.addresses import Address
+
+
+def load_prompts(address: Address) -> Rows:
+    """A procedural dataset, by its name and options: a row has `prompt`, the question, `answer`, an
+    answer that is right, and `metadata`, from which others are judged."""
+    dataset = reasoning_gym.create_dataset(address.name, **address.options)
+    return [
+        {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
+        for entry in dataset
+    ]
+
+
+def score_answer(
+    prompts: list[str],
+    completions: list[str],
+    answer: list[str],
+    metadata: list[dict[str, Any]],
+    **columns: list[Any],
+) -> list[float]:
+    """The task's `score_answer` of each completion, in [0, 1]: of what stands between <answer>
+    and </answer>, or of the whole text where there are no such tags."""
+    scores = []
+    for prompt, text, right, task in zip(prompts, completions, answer, metadata, strict=True):
+        score = reasoning_gym.get_score_answer_fn(task["source_dataset"])
+        given = extract_answer(text) or text.strip()
+        entry = {"question": prompt, "answer": right, "metadata": task}
+        scores.append(float(score(given, entry)))
+    return scores
+
+
+REWARDS = {"score_answer": score_answer}

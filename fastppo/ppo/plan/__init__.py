@@ -1,0 +1,1 @@
+"""Memory estimates for PPO runs."""

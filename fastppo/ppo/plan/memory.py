@@ -1,0 +1,421 @@
+"""The bytes that one process of a run will hold, by phase and part, before anything is loaded.
+
+The models are made as for training (`run_models`), but from their config.json: tensors have a
+shape, a dtype and no memory (`shapes`). What lasts is counted by what holds it. Of several
+processes each holds a shard of policy, value function, reference, optimiser states and gradients,
+in fp32 where they are trained. The parts of a phase:
+
+    policy weights     the frozen ones of adapters in the dtype of their products, or in 4 bits
+    dequantised        the largest of the matrices of 4 bits, while it is used
+    value function     its head with the moments of its regression, and a critic
+    reference          none with adapters
+    reward models      those whose config can be read; whole in each process
+    fp32 masters       of trained weights in bf16, in one process; shards are their own
+    optimiser states   AdamW's two moments
+    gathered           what of a sharded policy is whole at a time: all of it in a rollout, the
+                       lm-head and two layers, with their gradients, in an update
+    gradients          in the update
+    KV cache           at its longest; none where servers draw the responses
+    vLLM               the share of the device that it is given, in place of a KV cache
+    logits             of the loss, a chunk of them, with the lm-head's gradient; in a rollout what
+                       a draw takes
+    activations        what operations hold beside all that: what autograd saves, weights cast for
+                       autocast
+
+so activations are what this architecture saves, with or without checkpointing and adapters, and no
+formula. Passes that score or only read the policies hold less than an update, and are left out.
+
+Not seen: what a library borrows inside an operation, a CUDA context (about half a GB), what the
+allocator holds in gaps. Prompts are of one length, and every response as long as it may be.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastppo_kernels.linear import accumulator_rows, chunk_rows
+from fastppo_kernels.torch.rows import CHUNK_ELEMENTS
+from torch import Tensor, nn
+
+from fastppo.data.batch import Batch
+from fastppo.models import quantized
+from fastppo.models.cache import ROOM, GrowingCache, has_fixed_cache
+from fastppo.models.sharding import HALVES
+from fastppo.models.trunk import hidden_states, last_states, layers_of
+from fastppo.ppo.eight_bit import empty_moments
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
+from fastppo.ppo.setup.run_models import make_policy, make_reference
+from fastppo.rewards.loading import FUNCTION
+from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
+
+DRAW_BUFFERS = 4
+"""[B, V] fp32 of a decoding step: logits, scaled scores, probabilities, what the draw takes."""
+
+DEFINITION_COPIES = 10
+"""[n, V] fp32 that autograd over the definition holds at its peak: 7, and 10 with the full KL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes of each part at the moment when a phase needs most."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run that is planned.
+
+    Attributes:
+        device: need not be there.
+        prompt_tokens: of every prompt.
+        context: tokens that a sequence may have, if the model's config says.
+        processes: that torchrun would start.
+        memory: bytes of the device, if they are known.
+    """
+
+    config: PPOConfig
+    device: torch.device
+    prompt_tokens: int
+    context: int | None = None
+    processes: int = 1
+    memory: float | None = None
+
+    @property
+    def shards(self) -> int:
+        """Processes that hold one copy of the weights between them."""
+        return self.config.shard_size or self.processes
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several processes; a copy in each is sharded too."""
+        return self.processes > 1
+
+    @property
+    def response_tokens(self) -> int:
+        """The longest response. With an environment it is all turns that the context has room for;
+        observations count as part of the prompt."""
+        turns = self.config.max_turns if self.config.environment else 1
+        tokens = turns * self.config.max_new_tokens
+        return tokens if self.context is None else min(tokens, self.context - self.prompt_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    def share(self, sequences: int) -> int:
+        """The largest share of them that one process has."""
+        return -(-sequences // self.processes)
+
+    @property
+    def minibatch(self) -> int:
+        """Sequences of an optimiser step."""
+        return self.share(self.config.rollout_batch_size // self.config.minibatches)
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a pass of the update."""
+        return min(self.minibatch, self.config.limits().count(self.tokens))
+
+    @property
+    def generated_at_once(self) -> int:
+        """Sequences."""
+        rows = self.share(self.config.rollout_batch_size)
+        return min(self.config.generate_batch_size or rows, rows)
+
+
+def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
+    """(the phases of a run in their order, a sentence on each reward model that is not counted).
+
+    Raises:
+        ValueError: a config cannot be read.
+    """
+    with warnings.catch_warnings():
+        # Modules that are copied ask for addresses, which these tensors have not.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        process = Process(run)
+        loading = process.loading()  # before trained weights have a gradient's dtype
+        with process.live:
+            materialize(process.policy)
+            phases = [process.rollout(), process.update()]
+    return [loading, *phases] if run.is_sharded else phases, process.notes
+
+
+def least_bytes(run: Run) -> int:
+    """What an update holds before any pass, whatever its microbatches are."""
+    process = Process(run)
+    return sum(process.lasting().values()) + process.gradient_bytes
+
+
+class Process:
+    """One process's models without memory, and the phases of its run.
+
+    Tensors say that they are on the CPU, whatever is planned for: torch without CUDA has no
+    autocast for it. Saved tensors are the same but for attention's row sums.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = run.config
+        self.live = LiveBytes()
+        self.notes: list[str] = []
+        loader = ShapeLoader(run.config, run.device)
+        causal_lm = loader.causal_lm(run.config.model, "model")
+        self.policy = make_policy(causal_lm, None, run.config, loader)
+        self.dtype = self.policy.compute_dtype or loader.dtype
+        reference = make_reference(self.policy, None, run.config, loader)
+        self.reference = None if reference is None else reference.frozen
+        self.reward_models: list[nn.Module] = []
+        loader.dtype = torch.float32
+        terms = (*run.config.rewards, *run.config.monitor_rewards, *run.config.reward_ensemble)
+        for spec in terms:
+            if FUNCTION.match(spec) and not Path(spec).exists():
+                continue
+            try:
+                self.reward_models.append(loader.classifier(spec, "reward"))
+            except ValueError as error:
+                self.notes.append(f"not counted: {error}")
+        if run.config.async_steps and run.config.rollout == "decoder":
+            self.notes.append(
+                "not counted: async_steps decodes a copy of the policy, with its KV cache, beside "
+                "the update"
+            )
+        # Lengths are read, so it is made here, before tensors are fake.
+        prompts = [[0] * run.prompt_tokens] * run.microbatch
+        self.layout = Batch.of(prompts, [[0] * run.response_tokens] * run.microbatch).layout()
+
+    def loading(self) -> Phase:
+        """Each process loads the models whole before it keeps its shards."""
+        return Phase("loading", self.weights(shards=1, fp32=False))
+
+    def rollout(self) -> Phase:
+        """The pass over the prompts, or the last step, when the cache is at its longest."""
+        run = self.run
+        rows = run.generated_at_once
+        parts = self.lasting()
+        if run.is_sharded:
+            # With vLLM at the end, when the policy is saved.
+            parts["gathered"] = bytes_of(tensors_of(self.policy))
+        if self.config.rollout == "vllm":
+            share = self.config.vllm_gpu_memory_utilization * (run.memory or 0)
+            return Phase("rollout", {**parts, "vLLM": int(share)})
+        if not self.config.holds_cache:
+            return Phase("rollout", parts)
+        self.policy.eval()
+        before = self.live.bytes
+        with torch.no_grad(), self.policy.autocast(), self.live.peak() as peak:
+            cache = GrowingCache(self.policy.config, self.policy.compute_dtype)
+            ids = torch.zeros(rows, run.prompt_tokens, dtype=torch.int64)
+            positions = torch.arange(run.prompt_tokens).expand(rows, -1)
+            trunk = self.policy.causal_lm.base_model
+            last_states(trunk, ids, attention_mask=None, position_ids=positions, cache=cache)
+            at_prompts = room_of(cache)
+            casts = self.live.bytes - before - at_prompts  # of weights, for the whole rollout
+        prompts_pass = peak.bytes - at_prompts
+        on_gpu = run.device.type == "cuda" and self.config.rollout == "decoder"
+        if on_gpu and not run.is_sharded and has_fixed_cache(self.policy.config):
+            rows = bucket(rows, ROWS)
+            longest = cache_bytes(cache, rows, bucket(run.tokens, TOKENS), has_windows=False)
+            at_prompts = longest
+        else:
+            longest = cache_bytes(cache, rows, run.tokens - 1 + ROOM)
+        parts |= {
+            "KV cache": longest,
+            "logits": DRAW_BUFFERS * rows * self.policy.head.vocabulary * 4,
+            "activations": max(casts, prompts_pass + at_prompts - longest),
+        }
+        return Phase("rollout", parts)
+
+    def update(self) -> Phase:
+        """One microbatch, on the gradients of those before it if there are any: when its loss is
+        formed, or in its backward pass."""
+        config = self.config
+        trained = trained_of(self.policy)
+        has_gradients = self.run.is_sharded or self.run.microbatch < self.run.minibatch
+        if has_gradients:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+        parts = self.lasting()
+        parts["value function"] += self.regression_bytes  # the batch's moments
+        if self.run.is_sharded:
+            parts["gathered"] = self.gathered()
+        exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
+        # The reference's logits beside the policy's, or under a loss scale their gradient.
+        buffers = 2 if exact_kl or config.precision == "fp16" else 1
+        self.policy.set_training(config.gradient_checkpointing)
+        before = self.live.bytes
+        with self.live.peak() as peak:
+            with self.policy.autocast():
+                hidden, values, _ = self.policy(self.layout)
+                held = self.live.bytes - before
+                logits = self.loss_bytes(hidden, buffers=buffers)
+            torch.autograd.backward([hidden, values], [hidden.detach(), values.detach()])
+            del hidden, values
+        at_loss = [(held, logits)]
+        if config.is_used("ptx_coef"):
+            at_loss.append(self.read_text())
+        new_gradients = (
+            0 if has_gradients else bytes_of(p.grad for p in trained if p.grad is not None)
+        )
+        backward = {
+            "gradients": self.gradient_bytes,
+            "activations": max(0, peak.bytes - new_gradients),
+        }
+        moments = [Phase("update", parts | backward)]
+        for held, logits in at_loss:
+            loss = {
+                "gradients": self.gradient_bytes if has_gradients else 0,
+                "logits": logits,
+                "activations": held,
+            }
+            moments.append(Phase("update", parts | loss))
+        return max(moments, key=lambda phase: phase.total)
+
+    def read_text(self) -> tuple[int, int]:
+        """(bytes held, bytes of logits) at the loss on a microbatch of PPO-ptx, which forms its
+        logits twice, and their gradient beside them."""
+        config = self.config
+        rows = self.run.share(config.ptx_batch_size)
+        rows = min(config.limits().count(config.ptx_block_size), rows)
+        ids = torch.zeros(rows, config.ptx_block_size, dtype=torch.int64)
+        before = self.live.bytes
+        with self.policy.autocast():
+            text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
+            return self.live.bytes - before, self.loss_bytes(text, buffers=2)
+
+    def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:
+        """What the loss on hidden states holds: chunks of logits, the head, cast, and its gradient,
+        and what the definition makes of the logits where it is the backend."""
+        weight = self.policy.head.weight
+        vocabulary, width = weight.shape
+        trained = weight.requires_grad
+        spared = accumulator_rows(weight, self.dtype, buffers=buffers) if trained else 0
+        rows = chunk_rows(len(hidden), vocabulary, self.run.device, width=width, spared_rows=spared)
+        size = buffers * rows * vocabulary * self.dtype.itemsize
+        size += hidden.numel() * hidden.itemsize  # their gradient
+        if self.dtype != weight.dtype:
+            size += weight.numel() * self.dtype.itemsize
+        if trained:
+            size += weight.numel() * (weight.itemsize if rows == len(hidden) else 4)
+        if self.config.backend == "torch":  # kernels hold nothing beside the logits
+            rows = min(rows, max(1, CHUNK_ELEMENTS // vocabulary))
+            size += DEFINITION_COPIES * rows * vocabulary * 4
+        return size
+
+    # ---------------------------------------------------------------------------- what it holds
+
+    def lasting(self) -> dict[str, int]:
+        """Parts that are there from the first step on."""
+        trained = trained_of(self.policy)
+        states = 8 * count(trained)
+        masters = 4 * count(p for p in trained if p.dtype in HALVES)
+        if self.config.optimizer == "adamw8bit":
+            states = bytes_of(moment for p in trained for moment in empty_moments(p))
+            masters = 0
+        if self.run.is_sharded:
+            masters = 0
+        parts = {"fp32 masters": masters, "optimiser states": states // self.run.shards}
+        return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
+
+    def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:
+        """Bytes of the weights of every model.
+
+        Args:
+            fp32: whether what is trained is held in it, whatever the model's dtype is.
+        """
+
+        def held(model: nn.Module) -> int:
+            size = bytes_of(tensors_of(model))
+            if fp32:
+                size += 2 * count(p for p in trained_of(model) if p.dtype in HALVES)
+            return size
+
+        policy = held(self.policy.causal_lm)
+        dequantised = 0
+        if self.config.quantization != "none":
+            for matrix in quantized.matrices(self.policy.causal_lm):
+                size = bytes_of([matrix.weight])
+                policy += quantized.bytes_of(matrix.weight.numel()) - size
+                dequantised = max(dequantised, size)
+        reference = 0 if self.reference is None else held(self.reference)
+        value_function = held(self.policy.value_function) // shards
+        return {
+            "policy weights": policy // shards,
+            "dequantised": dequantised,
+            "value function": value_function + self.regression_bytes,
+            "reference": reference // shards,
+            "reward models": sum(map(held, self.reward_models)),
+        }
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients, in fp32."""
+        return 4 * count(trained_of(self.policy)) // self.run.shards
+
+    @property
+    def regression_bytes(self) -> int:
+        """Bytes of the moments of the value head's regression, if there is one."""
+        size = self.policy.value_function.head.in_features + 2
+        return 8 * size * size if self.config.fits_value_head else 0
+
+    def gathered(self) -> int:
+        """Bytes of the lm-head and the two largest layers, with their gradients."""
+        model = self.policy.causal_lm
+        layers = [bytes_with_gradients(layer) for layer in layers_of(model.base_model)]
+        return bytes_with_gradients(model.get_output_embeddings()) + sum(sorted(layers)[-2:])
+
+
+def room_of(cache: Any) -> int:
+    """Bytes of a cache of transformers, with what is there for tokens to come."""
+    tensors = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor)]
+    return bytes_of(tensors)
+
+
+def cache_bytes(cache: Any, rows: int, tokens: int, *, has_windows: bool = True) -> int:
+    """Bytes that the layers of a cache need for so many tokens of so many sequences.
+
+    Args:
+        has_windows: whether a layer with a sliding window keeps that alone.
+    """
+    size = 0
+    for layer in cache.layers:
+        window = getattr(layer, "sliding_window", None) if has_windows else None
+        kept = tokens if window is None else min(tokens, window)
+        for states in (layer.keys, layer.values):
+            if states is not None:  # a layer may read another's
+                of_token = states.shape[1] * states.shape[3] * states.itemsize
+                size += rows * kept * of_token
+    return size
+
+
+def bytes_with_gradients(model: nn.Module) -> int:
+    """Bytes of the weights, and of the gradients of those that are trained."""
+    return bytes_of(model.parameters()) + bytes_of(trained_of(model))
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """What the optimiser steps."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def count(tensors: Iterable[Tensor]) -> int:
+    """Numbers in them."""
+    return sum(tensor.numel() for tensor in tensors)

@@ -1,0 +1,132 @@
+"""Models of shapes alone, and a count of the bytes that they would take.
+
+Models are made from their config.json on the meta device, then given fake tensors: tensors with a
+shape, a dtype and a device, and no memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# torch documents fake tensors under this name alone. The meta device has no autocast.
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastppo.models.pretrained import model_config
+from fastppo.ppo.setup.run_models import ModelLoader
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most that was held."""
+
+    bytes: int = 0
+
+
+class LiveBytes(FakeTensorMode):
+    """Within it tensors are fake; counts the bytes of the storages that operations have returned
+    and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.bytes = 0
+        self.most = 0
+        """The most since the last `peak` began."""
+        self._storages: dict[int, weakref.ref] = {}
+        self._depth = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._depth += 1
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if self._depth == 0:  # not what an operation is made of: torch remembers it for the next
+            self._count_tensors(out)
+        return out
+
+    def _count_tensors(self, out: Any) -> None:
+        """A tensor, or those of a list or tuple."""
+        if isinstance(out, (list, tuple)):
+            for part in out:
+                self._count_tensors(part)
+        elif isinstance(out, Tensor) and out.device.type != "meta":
+            self._count(out.untyped_storage())
+
+    def _count(self, storage: Any) -> None:
+        key = id(storage)  # a storage's Python object lives as long as the storage
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+
+        def forget(_: Any) -> None:
+            del self._storages[key]
+            self.bytes -= size
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self.bytes += size
+        self.most = max(self.most, self.bytes)
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        """The most bytes that come in the block and are held at a time, known after it."""
+        before = self.bytes
+        self.most = before
+        peak = Peak()
+        yield peak
+        peak.bytes = self.most - before
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class ShapeLoader(ModelLoader):
+    """Makes models of their config.json, on the meta device."""
+
+    def causal_lm(self, name: str, option: str) -> Any:
+        chosen = self.config.attn_implementation
+        # flash-attn saves what SDPA saves, and cannot be called without a GPU.
+        attention = None if chosen == "auto" or chosen.startswith("flash") else chosen
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                model_config(name, option), dtype=self.dtype, attn_implementation=attention
+            )
+
+    def classifier(self, name: str, option: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(
+                model_config(name, option), dtype=self.dtype
+            )
+
+    def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
+        """Does nothing: a plan reads no tokenizers."""
+
+
+def materialize(model: nn.Module) -> None:
+    """Gives a model on the meta device fake tensors, which count as memory.
+
+    Module.to cannot do it where tensors are fake.
+    """
+    materialized: dict[Tensor, Tensor] = {}  # tied weights are one
+    for module in model.modules():
+        tensors = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            if tensor not in materialized:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, tensor.requires_grad)
+                materialized[tensor] = fake
+            setattr(module, name, materialized[tensor])

@@ -1,0 +1,1 @@
+"""Builds and checks the parts of a PPO run."""

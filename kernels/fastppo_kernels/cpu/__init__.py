@@ -1,0 +1,1 @@
+"""CPU backend: loops compiled by numba."""

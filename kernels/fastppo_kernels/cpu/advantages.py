@@ -1,0 +1,397 @@
+"""GAE, reward shaping and whitening on a CPU: compiled loops over each sequence.
+
+The operations are those of `fastppo_kernels.definition`, under the same names and with the same
+operands. Of a sequence, the tokens that the mask leaves out are stepped over; of the others, in
+fp64 and with c = γλ:
+
+    r_t = −kl_coef·KL_t + token_reward_t   (+ the score on the last token)
+    δ_t = r_t + γ·V_{t+1} − V_t
+    A_t = δ_t + c·δ_{t+1} + c²·δ_{t+2} + c³·δ_{t+3} + c⁴·A_{t+4}      return_t = A_t + V_t
+
+The recurrence looks four tokens ahead: A_t = δ_t + c·A_{t+1} would wait at each token for the one
+before it, where all else is vector instructions.
+
+A row with gaps gives the same bits as the row without them, and packed rows those of padded ones.
+Moments for whitening are summed by sequence in the same walk, and over sequences in their order;
+`whiten` by itself sums blocks of a fixed size: the bits do not depend on the threads.
+
+Source: Schulman et al. 2016, eq. 11, 12 and 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastppo_kernels.cpu.rows import ESTIMATORS, clear, sampled_kl
+from fastppo_kernels.cpu.threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
+from fastppo_kernels.records import (
+    WHITEN_EPSILON,
+    Discounts,
+    Gae,
+    ShapedAdvantages,
+    Shaping,
+    Trajectory,
+    accumulation_dtype,
+)
+
+BLOCK = 2**14
+"""Entries whose sums are taken together in whitening."""
+
+
+class _Tokens(NamedTuple):
+    """What there is per token, flat; an empty array where it is not given."""
+
+    values: Any
+    rewards: Any
+    logprobs: Any
+    ref_logprobs: Any
+
+
+class _Sequences(NamedTuple):
+    """What there is per sequence; `bounds` [B + 1] are where each begins and the last ends."""
+
+    bounds: Any
+    scores: Any
+    bootstrap: Any
+    gammas: Any
+    lams: Any
+
+
+class _Room(NamedTuple):
+    """Where a sequence is worked on."""
+
+    delta: Any
+    estimates: Any
+    gathered: Any
+    """[6, the longest sequence] in the dtype of the values, where there is a mask."""
+
+
+@compiled
+def _count(mask):
+    count = 0
+    for t in range(len(mask)):
+        count += mask[t]
+    return count
+
+
+@compiled
+def _gathered(x, mask, out):
+    """The entries that count, in `out`."""
+    place = 0
+    for t in range(len(x)):
+        out[place] = x[t]
+        place += mask[t]
+    return out[:place]
+
+
+@compiled
+def _scattered(values, mask, out):
+    """They go to their places, with zeros between them."""
+    place = 0
+    for t in range(len(out)):
+        out[t] = values[place] if mask[t] else 0.0
+        place += mask[t]
+
+
+@compiled_in_lanes
+def _rewards(tokens, kl_coef, estimator, rewards):
+    """Shaped rewards but for the score, to `rewards`; returns ΣKL."""
+    total = 0.0
+    clear(rewards[: len(tokens.values)])
+    for t in range(len(tokens.ref_logprobs)):
+        difference = np.float64(tokens.logprobs[t]) - np.float64(tokens.ref_logprobs[t])
+        kl = sampled_kl(difference, estimator)[0]
+        total += kl
+        rewards[t] = -kl_coef * kl
+    for t in range(len(tokens.rewards)):
+        rewards[t] += tokens.rewards[t]
+    return total
+
+
+@compiled
+def _recurrence(delta, advantages, factor):
+    """A [whole fours], from δ with zeros behind it [three more]."""
+    for t in range(len(advantages)):
+        near = delta[t + 2] + factor * delta[t + 3]
+        advantages[t] = delta[t] + factor * (delta[t + 1] + factor * near)
+    by_four = factor * factor * factor * factor
+    a0 = 0.0
+    a1 = 0.0
+    a2 = 0.0
+    a3 = 0.0
+    for start in range(len(advantages) - 4, -1, -4):
+        four = advantages[start : start + 4]
+        a0 = four[0] + by_four * a0
+        a1 = four[1] + by_four * a1
+        a2 = four[2] + by_four * a2
+        a3 = four[3] + by_four * a3
+        four[0] = a0
+        four[1] = a1
+        four[2] = a2
+        four[3] = a3
+
+
+@compiled_in_lanes
+def _round(estimates, values, advantages, returns):
+    """Advantages and returns in their dtype; (ΣA, ΣA²) of what they were rounded to."""
+    total = 0.0
+    squares = 0.0
+    for t in range(len(values)):
+        advantages[t] = estimates[t]
+        returns[t] = estimates[t] + values[t]
+        rounded = np.float64(advantages[t])
+        total += rounded
+        squares += rounded * rounded
+    return total, squares
+
+
+@compiled
+def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
+    """A of the tokens of sequence i that count, one behind the other; returns ΣKL."""
+    values = tokens.values
+    last = len(tokens.values) - 1
+    if last < 0:
+        return 0.0
+    kl = _rewards(tokens, kl_coef, estimator, delta)
+    delta[last] += sequences.scores[i]
+    gamma = sequences.gammas[i]
+    for t in range(last):
+        delta[t] = delta[t] + gamma * values[t + 1] - values[t]
+    delta[last] = delta[last] + gamma * sequences.bootstrap[i] - values[last]
+    fours = (last + 4) // 4 * 4
+    for t in range(last + 1, fours + 3):
+        delta[t] = 0.0
+    _recurrence(delta, estimates[:fours], gamma * sequences.lams[i])
+    return kl
+
+
+@kernel
+def _walk(
+    start, stop, room, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums
+):
+    """Advantages and returns of sequences; (count, ΣA, ΣA², ΣKL) of each to sums [B, 4]."""
+    for i in range(start, stop):
+        begin = sequences.bounds[i]
+        end = sequences.bounds[i + 1]
+        first = begin
+        while first < end and len(mask) and not mask[first]:
+            first += 1
+        counts = mask[first:end]
+        count = _count(counts) if len(mask) else end - first
+        has_gaps = _count(counts[count:]) > 0
+        last = end if has_gaps else first + count
+        of_sequence = _Tokens(
+            tokens.values[first:last],
+            tokens.rewards[first:last],
+            tokens.logprobs[first:last],
+            tokens.ref_logprobs[first:last],
+        )
+        into = advantages[first:last]
+        into_returns = returns[first:last]
+        if has_gaps:
+            of_sequence = _Tokens(
+                _gathered(of_sequence.values, counts, room.gathered[0]),
+                _gathered(of_sequence.rewards, counts, room.gathered[1]),
+                _gathered(of_sequence.logprobs, counts, room.gathered[2]),
+                _gathered(of_sequence.ref_logprobs, counts, room.gathered[3]),
+            )
+            into = room.gathered[4, :count]
+            into_returns = room.gathered[5, :count]
+        estimates = room.estimates
+        kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, room.delta, estimates)
+        total, squares = _round(estimates, of_sequence.values, into, into_returns)
+        if has_gaps:
+            _scattered(into, counts, advantages[first:last])
+            _scattered(into_returns, counts, returns[first:last])
+        for out in (advantages, returns):
+            clear(out[begin:first])
+            clear(out[last:end])
+        sums[i, 0] = count
+        sums[i, 1] = total
+        sums[i, 2] = squares
+        sums[i, 3] = kl
+
+
+@compiled_in_lanes
+def _sum_of_block(x, mask, center):
+    """(count, Σ(x − center), Σ(x − center)²) in fp64."""
+    count = 0.0
+    total = 0.0
+    squares = 0.0
+    for j in range(len(x)):
+        is_counted = len(mask) == 0 or mask[j]
+        off = np.float64(x[j]) - center if is_counted else 0.0
+        count += 1.0 if is_counted else 0.0
+        total += off
+        squares += off * off
+    return count, total, squares
+
+
+@kernel
+def _sum_of_blocks(start, stop, x, mask, center, sums):
+    """(count, Σ(x − center), Σ(x − center)²) of each block to sums [blocks, 3]."""
+    for block in range(start, stop):
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        count, total, squares = _sum_of_block(x[part], mask[part], center)
+        sums[block, 0] = count
+        sums[block, 1] = total
+        sums[block, 2] = squares
+
+
+@kernel
+def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
+    """(x − mean)·scale + shift in the mask, 0 outside it."""
+    for block in range(start, stop):
+        part = x[block * BLOCK : (block + 1) * BLOCK]
+        bits = mask[block * BLOCK : (block + 1) * BLOCK]
+        into = out[block * BLOCK : (block + 1) * BLOCK]
+        for j in range(len(part)):
+            white = (np.float64(part[j]) - mean) * scale + shift
+            into[j] = white if len(bits) == 0 or bits[j] else 0.0
+
+
+# ----------------------------------------------------------------------------------- the operations
+
+
+def _flat(x: Tensor | None, dtype: torch.dtype) -> Any:
+    """The entries, in their order, as an array; empty for None."""
+    if x is None:
+        return torch.empty(0, dtype=dtype).numpy()
+    return x.detach().to(dtype).reshape(-1).contiguous().numpy()
+
+
+def _each(number: float, values: Tensor | None, count: int) -> Any:
+    """A number for each sequence, fp64."""
+    return np.full(count, number) if values is None else _flat(values, torch.float64)
+
+
+class _Walked(NamedTuple):
+    estimates: Gae
+    sums: Tensor
+    """[B, 4] fp64: (count, ΣA, ΣA², ΣKL)."""
+
+
+def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None) -> _Walked:
+    values = trajectory.token_values
+    ends = trajectory.cu_seqlens
+    dtype = accumulation_dtype(values.dtype)
+    if ends is None:
+        bounds = np.arange(values.shape[0] + 1, dtype=np.int64) * values.shape[1]
+    else:
+        bounds = _flat(ends, torch.int64)
+    count = len(bounds) - 1
+    if shaping is None:
+        shaping = Shaping(torch.zeros(count), values)
+    scores = shaping.scores.double()
+    if shaping.score_clip is not None:
+        scores = scores.clamp(-shaping.score_clip, shaping.score_clip)
+    has_kl = shaping.ref_logprobs is not None
+    mask = _flat(trajectory.mask, torch.bool)
+    longest = int(np.diff(bounds).max(initial=0))
+
+    def room() -> _Room:
+        gathered = np.empty((6, longest if len(mask) else 0), advantages.numpy().dtype)
+        return _Room(np.empty(longest + 6), np.empty(longest + 3), gathered)
+
+    advantages = fresh(values, dtype)
+    returns = fresh(values, dtype)
+    sums = np.empty((count, 4))
+    in_threads(
+        _walk,
+        count,
+        _Tokens(
+            values=_flat(values, dtype),
+            rewards=_flat(trajectory.token_rewards, dtype),
+            logprobs=_flat(shaping.logprobs if has_kl else None, dtype),
+            ref_logprobs=_flat(shaping.ref_logprobs, dtype),
+        ),
+        mask,
+        _Sequences(
+            bounds=bounds,
+            scores=_flat(scores, torch.float64),
+            bootstrap=_each(0.0, trajectory.bootstrap, count),
+            gammas=_each(discounts.gamma, discounts.gammas, count),
+            lams=_each(discounts.lam, discounts.lams, count),
+        ),
+        float(shaping.kl_coef),
+        ESTIMATORS[shaping.kl_estimator],
+        advantages.view(-1).numpy(),
+        returns.view(-1).numpy(),
+        sums,
+        entries=values.numel(),
+        room=room,
+    )
+    return _Walked(Gae(advantages, returns), torch.from_numpy(sums))
+
+
+def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
+    """(advantages, returns) like the values, fp32 or fp64, 0 where masked; see `definition.gae`."""
+    return _walk_all(trajectory, discounts, None).estimates
+
+
+def shaped_advantages(
+    trajectory: Trajectory, shaping: Shaping, discounts: Discounts
+) -> ShapedAdvantages:
+    """Shaped rewards, then GAE; no whitening. See `definition.shaped_advantages`."""
+    walked = _walk_all(trajectory, discounts, shaping)
+    advantages, returns = walked.estimates
+    kl = walked.sums[:, 3].to(returns.dtype)
+    return ShapedAdvantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
+
+
+def _moments_around(x: Any, mask: Any, center: float) -> Any:
+    blocks = -(-len(x) // BLOCK)
+    sums = np.zeros((blocks, 3))
+    in_threads(_sum_of_blocks, blocks, x, mask, center, sums, entries=len(x))
+    return sums.sum(0)
+
+
+def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
+    flat = _flat(x, accumulation_dtype(x.dtype))
+    return torch.from_numpy(_moments_around(flat, _flat(mask, torch.bool), 0.0))
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    shift_mean: bool = True,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """(x − mean)·rsqrt(var + 1e-8) over the mask, Bessel-corrected; 0 where masked.
+
+    `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
+    """
+    dtype = accumulation_dtype(x.dtype)
+    flat = _flat(x, dtype)
+    bits = _flat(mask, torch.bool)
+    if moments is not None:
+        count, total, squares = moments.tolist()
+        mean = total / max(count, 1.0)
+        variance = (squares - count * mean * mean) / max(count - 1.0, 1.0)
+    else:
+        # About the mean, twice: Σx² − n·mean² would have lost what it is about where the mean is
+        # far from 0.
+        count, total, _ = _moments_around(flat, bits, 0.0)
+        mean = total / max(count, 1.0)
+        _, rest, squares = _moments_around(flat, bits, mean)
+        variance = (squares - rest * rest / max(count, 1.0)) / max(count - 1.0, 1.0)
+    scale = float(1.0 / np.sqrt(np.maximum(variance, 0.0) + WHITEN_EPSILON))
+    out = fresh(x, dtype)
+    in_threads(
+        _whiten_blocks,
+        -(-len(flat) // BLOCK),
+        flat,
+        bits,
+        float(mean),
+        scale,
+        0.0 if shift_mean else float(mean),
+        out.view(-1).numpy(),
+        entries=len(flat),
+    )
+    return out

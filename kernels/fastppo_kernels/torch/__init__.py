@@ -1,0 +1,1 @@
+"""PyTorch backend: the definition, row block by row block."""

@@ -1,0 +1,61 @@
+"""x ← x·factor in place, which costs nothing where the factor is 1.
+
+The loss's gradient is formed in its forward pass; the backward pass multiplies it by what arrives,
+which is 1 in most training.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastppo_kernels.triton import programs
+from fastppo_kernels.triton.launch import check_dtype, current, device_limits, launch_options
+from fastppo_kernels.triton.views import row_start, view_of
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
+    """x ← x·factor. A factor of 1 is seen on the device: one load per program and no more."""
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        tiles = tl.cdiv(columns, BLOCK_V)
+        tile_count = rows.to(tl.int64) * tiles
+        for tile in range(tl.program_id(0), tile_count, tl.num_programs(0)):
+            row = tile // tiles
+            column = (tile - row * tiles) * BLOCK_V + tl.arange(0, BLOCK_V)
+            entries = row_start(x, row) + column
+            value = tl.load(entries, column < columns).to(tl.float32)
+            tl.store(entries, (value * by).to(x.tensor.dtype.element_ty), column < columns)
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """x ← x·factor in place, for a 0-d fp32 factor on the device of x; returns x.
+
+    Where the factor is 1, nothing is read or written and nobody waits to find that out: a gradient
+    that the forward pass has formed goes on as it is. The product is formed in fp32.
+
+    Args:
+        x: contiguous, or [N, V] or [B, T, V] with a dense last axis; bf16, fp16 or fp32.
+    """
+    check_dtype("x", x)
+    if x.numel() == 0:
+        return x
+    flat = x.view(-1, x.shape[-1]) if x.dim() != 2 and x.is_contiguous() else x
+    rows = flat.shape[:-1].numel()
+    columns = flat.shape[-1]
+    multiprocessors, _ = device_limits(x.device)
+    program = programs.TABLE["scale"]
+    assert program.resident is not None
+    tiles = rows * triton.cdiv(columns, program.block)
+    with current(x.device):
+        _scale_kernel[(min(tiles, multiprocessors * program.resident),)](
+            view_of(flat),
+            factor,
+            rows,
+            columns,
+            BLOCK_V=program.block,
+            **launch_options(program, fp_fusion=True),
+        )
+    return x

@@ -1,0 +1,250 @@
+"""Statistics of rows of logits, and the logits' gradient from theirs: one read each.
+
+`definition.token_stats` and its backward pass: the two sweeps of `triton_sweeps` by themselves.
+What the second one needs of the first, it finds in the StatsRows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
+from fastppo_kernels.triton.full_kl import row_statistics_beside
+from fastppo_kernels.triton.jit import WHOLE_LIMIT, row_scale
+from fastppo_kernels.triton.launch import check_dtype, current, dense, dense_record
+from fastppo_kernels.triton.sweeps import (
+    RefStats,
+    RowStats,
+    defined_maximum,
+    pair_of,
+    row_statistics,
+    store_stats,
+    write_gradient,
+)
+from fastppo_kernels.triton.views import (
+    launch_over,
+    logit_at,
+    place_of,
+    row_at,
+    row_beside,
+    write_zeros,
+)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
+    """The first sweep, to the StatsRows `results`."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        token = tl.load(tokens + index)
+        x_token = logit_at(logits, index, token, vocab)
+        scale, _ = row_scale(index, softmax)
+        row = row_at(logits, index, vocab, cut)
+        place = place_of(token, row, vocab)
+        stats = row_statistics(row, x_token, place, softmax, scale, cut, "evict_first")
+        row_max = defined_maximum(row, stats.row_max, stats.total, softmax, cut)
+        store_stats(results, index, stats, row_max)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n, vocab, cut):
+    """As `_token_stats_kernel`, with the reference's logits beside the policy's."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        token = tl.load(tokens + index)
+        ref_token = logit_at(ref_logits, index, token, vocab)
+        x_token = logit_at(logits, index, token, vocab)
+        scale, _ = row_scale(index, softmax)
+        row = row_at(logits, index, vocab, cut)
+        ref_row = row_beside(row, ref_logits, index, cut)
+        place = place_of(token, row, vocab)
+        stats, ref_stats = row_statistics_beside(
+            row, ref_row, x_token, ref_token, place, softmax, scale, cut, "evict_first"
+        )
+        row_max = defined_maximum(row, stats.row_max, stats.total, softmax, cut)
+        ref_max = defined_maximum(ref_row, ref_stats.row_max, ref_stats.total, softmax, cut)
+        store_stats(results, index, stats, row_max, ref_stats, ref_max)
+
+
+@triton.jit
+def _load_gradients(grads, index):
+    """A row of StatsGradients; one that is None is 0."""
+    g_entropy = 0.0
+    if grads.entropy is not None:
+        g_entropy = tl.load(grads.entropy + index).to(tl.float32)
+    g_kl = 0.0
+    if grads.kl is not None:
+        g_kl = tl.load(grads.kl + index).to(tl.float32)
+    return StatsGradients(tl.load(grads.logprobs + index).to(tl.float32), g_entropy, g_kl)
+
+
+@triton.jit
+def _load_stats(saved, index, scale, CLAMPED: tl.constexpr):
+    """What the second sweep needs of a row's StatsRows. Nothing tells of −inf among the logits: a
+    row counts as plain only where the sweep clamps its whole tiles."""
+    normalizer = pair_of(saved.normalizer, index)
+    row_max = tl.load(normalizer)
+    log_sum = tl.load(normalizer + 1)
+    entropy = tl.load(saved.entropy + index)
+    plain = False
+    if CLAMPED:
+        plain = tl.abs(row_max * scale) < WHOLE_LIMIT
+    return RowStats(
+        logprob=tl.load(saved.logprobs + index),
+        entropy=entropy,
+        row_max=row_max,
+        log_sum=log_sum,
+        total=tl.exp(log_sum),
+        mean_shifted=log_sum - entropy,
+        others=tl.load(saved.p_others + index),
+        plain=plain,
+    )
+
+
+@triton.jit
+def _load_ref_stats(saved, index):
+    normalizer = pair_of(saved.ref_normalizer, index)
+    log_sum = tl.load(normalizer + 1)
+    return RefStats(
+        kl=tl.load(saved.kl + index),
+        mean_gap=tl.load(saved.mean_gap + index),
+        token_gap=tl.load(saved.token_gap + index),
+        row_max=tl.load(normalizer),
+        log_sum=log_sum,
+        total=tl.exp(log_sum),
+    )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
+    """The second sweep from the StatsRows `saved` and the StatsGradients `grads`, of which the
+    KL's is not looked at."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        g = _load_gradients(grads, index)
+        if (g.logprobs == 0) & (g.entropy == 0):
+            write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+        else:
+            token = tl.load(tokens + index)
+            scale, slope = row_scale(index, softmax)
+            row = row_at(logits, index, vocab, cut)
+            write_gradient(
+                row,
+                row_beside(row, grad, index, cut),
+                logit_at(logits, index, token, vocab),
+                place_of(token, row, vocab),
+                _load_stats(saved, index, scale, CLAMPED=True),
+                g,
+                softmax,
+                scale,
+                slope,
+                cut,
+                CLAMPED=True,
+            )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_backward_full_kl_kernel(
+    logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab, cut
+):
+    """As `_token_stats_backward_kernel`, with the reference's logits beside the policy's."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        g = _load_gradients(grads, index)
+        if (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0):
+            write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+        else:
+            token = tl.load(tokens + index)
+            scale, slope = row_scale(index, softmax)
+            row = row_at(logits, index, vocab, cut)
+            write_gradient(
+                row,
+                row_beside(row, grad, index, cut),
+                logit_at(logits, index, token, vocab),
+                place_of(token, row, vocab),
+                _load_stats(saved, index, scale, CLAMPED=False),
+                g,
+                softmax,
+                scale,
+                slope,
+                cut,
+                CLAMPED=False,
+                ref_row=row_beside(row, ref_logits, index, cut),
+                ref_stats=_load_ref_stats(saved, index),
+            )
+
+
+def token_stats(
+    logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
+) -> StatsRows:
+    """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
+    check_dtype("logits", logits)
+    n = logits.shape[:-1].numel()
+
+    def empty(*shape: int) -> Tensor:
+        return logits.new_empty((n, *shape), dtype=torch.float32)
+
+    stats = StatsRows(
+        logprobs=empty(),
+        entropy=empty(),
+        kl=empty(),
+        p_others=empty(),
+        mean_gap=empty(),
+        token_gap=empty(),
+        normalizer=empty(2),
+        ref_normalizer=empty(2),
+    )
+    if n == 0:
+        return stats
+    launch = launch_over(logits, softmax, ref_logits, sweeps=1)
+    operands = {
+        "logits": launch.logits,
+        "tokens": dense(tokens),
+        "softmax": dense_record(softmax),
+        "results": stats,
+        "n": n,
+        "vocab": launch.vocab,
+    }
+    with current(logits.device):
+        if ref_logits is None:
+            _token_stats_kernel[launch.grid](**operands, **launch.options)
+        else:
+            operands["ref_logits"] = launch.ref_logits
+            _token_stats_full_kl_kernel[launch.grid](**operands, **launch.options)
+    return stats
+
+
+def token_stats_backward(
+    grads: StatsGradients,
+    logits: Tensor,
+    tokens: Tensor,
+    stats: StatsRows,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+) -> Tensor:
+    """The gradient of `token_stats`: one write, and one read of the rows with a gradient."""
+    check_dtype("logits", logits)
+    if grads.kl is None:
+        ref_logits = None
+    n = logits.shape[:-1].numel()
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if n == 0:
+        return grad
+    launch = launch_over(logits, softmax, ref_logits, grad, sweeps=1)
+    operands = {
+        "logits": launch.logits,
+        "grad": launch.grad,
+        "grads": dense_record(grads),
+        "tokens": dense(tokens),
+        "saved": dense_record(stats),
+        "softmax": dense_record(softmax),
+        "n": n,
+        "vocab": launch.vocab,
+    }
+    with current(logits.device):
+        if ref_logits is None:
+            _token_stats_backward_kernel[launch.grid](**operands, **launch.options)
+        else:
+            operands["ref_logits"] = launch.ref_logits
+            _token_stats_backward_full_kl_kernel[launch.grid](**operands, **launch.options)
+    return grad

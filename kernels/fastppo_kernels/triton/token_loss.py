@@ -1,0 +1,170 @@
+"""The loss of one token in a kernel: its terms, their derivatives, its metrics.
+
+The derivatives are with respect to the token's statistics: logprob, entropy, full KL.
+
+As in `definition.loss`, for one row, with the derivatives written out:
+
+    ratio  = e^{logprob − old_logprob}
+    policy = −min(ratio·A, clip(ratio)·A), or another term, times the importance weight
+    loss   = w·(policy + kl_coef·KL − entropy_coef·entropy)     KL, or ratio·KL
+
+What a new term of the loss changes in the kernels stands here; the operand it needs, in
+`records.PerToken` or `records.Objective`. A field that is None folds away when a kernel is
+compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastppo_kernels.records import SUMS, StatsGradients, Sums
+from fastppo_kernels.triton.jit import RATIO_LIMIT, between, ratio_weighted_slope, sampled_kl
+
+SUM_COUNT = tl.constexpr(len(SUMS))
+
+
+class LossResults(NamedTuple):
+    """Where the loss's kernels write: [N] each; row_sums [len(SUMS), N], a row's shares of the sums
+    in a column."""
+
+    logprobs: Any
+    entropy: Any
+    kl: Any
+    row_sums: Any
+
+
+@triton.jit
+def _policy_term(logprob, ratio, advantage, is_clamped, objective):
+    """(policy term, its derivative by the logprob, 1 where the dual clip bounds it);
+    `definition.policy_term`.
+
+    A derivative is 0 where a clip is active, or the ratio's exponent is clamped. NaN is in none of
+    the comparisons: it must reach the gradient, where it is noticed.
+    """
+    unclipped = ratio * advantage
+    if objective.policy_term == "clip":
+        clipped = between(ratio, objective.lowest_ratio, objective.highest_ratio) * advantage
+        surrogate = tl.minimum(unclipped, clipped, propagate_nan=tl.PropagateNan.ALL)
+        active = ((unclipped > clipped) | is_clamped) == 0
+        dual_clipped = 0.0
+        if objective.dual_clip is not None:
+            floor = objective.dual_clip * advantage
+            dual = (advantage < 0) & (surrogate < floor)
+            surrogate = tl.where(dual, floor, surrogate)
+            active = active & (dual == 0)
+            dual_clipped = ((advantage < 0) & (ratio > objective.dual_clip)).to(tl.float32)
+        return -surrogate, tl.where(active, -unclipped, 0.0), dual_clipped
+    elif objective.policy_term == "sapo":
+        tau = tl.where(advantage > 0, objective.tau_positive, objective.tau_negative)
+        x = tau * (ratio - 1)
+        e = tl.exp(-tl.abs(x))
+        share = 1 / (1 + e)
+        gate = tl.where(x < 0, e * share, share)
+        slope = 4 * e * share * share * unclipped
+        return -4 / tau * gate * advantage, tl.where(is_clamped, 0.0, -slope), 0.0
+    else:
+        if objective.policy_term == "cispo":
+            coefficient = between(ratio, objective.lowest_ratio, objective.highest_ratio)
+        else:
+            tl.static_assert(objective.policy_term == "dis", "expected clip, cispo, sapo or dis")
+            outside = (ratio > objective.highest_ratio) | (ratio < objective.lowest_ratio)
+            coefficient = tl.where(outside, 0.0, ratio)
+        by_logprob = -coefficient * advantage
+        return by_logprob * logprob, by_logprob, 0.0
+
+
+@triton.jit
+def token_loss(index, stats, full_kl, weight, per_token, objective):
+    """(KL, StatsGradients, its shares of the Sums) of a token of weight ≠ 0.
+
+    `full_kl` is None where the KL is the estimate at the sampled token, or not there at all.
+    Infinite clips are no clipping: nothing is above, below or beyond them.
+    """
+    HAS_SAMPLED_KL: tl.constexpr = (
+        per_token.ref_logprobs is not None and objective.kl_estimator != "full"
+    )
+    advantage = tl.load(per_token.advantages + index).to(tl.float32)
+    difference = stats.logprob - tl.load(per_token.old_logprobs + index).to(tl.float32)
+    ratio = tl.exp(between(difference, -RATIO_LIMIT, RATIO_LIMIT))
+    is_clamped = tl.abs(difference) > RATIO_LIMIT
+    policy, g_logprob, dual_clipped = _policy_term(
+        stats.logprob, ratio, advantage, is_clamped, objective
+    )
+    if per_token.importance_weights is not None:
+        importance = tl.load(per_token.importance_weights + index).to(tl.float32)
+        policy *= importance
+        g_logprob *= importance
+    kl = 0.0
+    g_kl = 0.0
+    if full_kl is not None:
+        kl = full_kl
+        g_kl = weight * objective.kl_coef
+    elif HAS_SAMPLED_KL:
+        from_ref = stats.logprob - tl.load(per_token.ref_logprobs + index).to(tl.float32)
+        kl, slope = sampled_kl(from_ref, objective.kl_estimator)
+        if objective.kl_ratio_weighted:
+            both = ratio_weighted_slope(from_ref, kl, slope, objective.kl_estimator)
+            slope = ratio * tl.where(is_clamped, slope, both)
+        g_logprob += tl.where(objective.kl_coef != 0, objective.kl_coef * slope, 0.0)
+    loss = policy - objective.entropy_coef * stats.entropy
+    if full_kl is not None or HAS_SAMPLED_KL:
+        penalty = ratio * kl if objective.kl_ratio_weighted else kl
+        # A KL that is only reported may be infinite without spoiling the loss.
+        loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
+    approx_kl, _ = sampled_kl(-difference, "k3")
+    above = ratio > objective.highest_ratio
+    below = ratio < objective.lowest_ratio
+    positive = advantage > 0
+    negative = advantage < 0
+    shares = Sums(
+        loss=weight * loss,
+        policy_loss=weight * policy,
+        tokens=1.0,
+        entropy=stats.entropy,
+        kl=kl,
+        approx_kl=approx_kl,
+        ratio=ratio,
+        ratio_squared=ratio * ratio,
+        above_positive=(above & positive).to(tl.float32),
+        below_positive=(below & positive).to(tl.float32),
+        above_negative=(above & negative).to(tl.float32),
+        below_negative=(below & negative).to(tl.float32),
+        dual_clipped=dual_clipped,
+        ratio_max=ratio,
+    )
+    g_entropy = -objective.entropy_coef * weight
+    g = StatsGradients(weight * g_logprob, g_entropy, g_kl)
+    return kl, g, shares
+
+
+@triton.jit
+def store_token(results, index, n, stats, kl, shares):
+    column = results.row_sums + index
+    for entry in tl.static_range(SUM_COUNT):
+        tl.store(column, shares[entry])
+        column += n
+    tl.store(results.logprobs + index, stats.logprob)
+    tl.store(results.entropy + index, stats.entropy)
+    tl.store(results.kl + index, kl)
+
+
+@triton.jit
+def store_nothing(results, index, n):
+    """Of a token of weight 0."""
+    tl.store(results.logprobs + index, 0.0)
+    tl.store(results.entropy + index, 0.0)
+    tl.store(results.kl + index, 0.0)
+    column = results.row_sums + index
+    for _entry in tl.static_range(SUM_COUNT):
+        tl.store(column, 0.0)
+        column += n
+
+
+@triton.jit
+def is_dead(g, stats):
+    """Whether the row's gradient is all zeros. A row that is NaN says so in its gradient too."""
+    is_number = stats.log_sum == stats.log_sum
+    return (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number

@@ -1,0 +1,186 @@
+"""An OpenEnv server as the environment, by its own client over its own websocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+
+import fastppo
+from fastppo import cli
+from fastppo.data.rows import DataError
+from fastppo.rewards.addresses import load_environment
+from runs import records
+
+pytest.importorskip("openenv")
+pytestmark = pytest.mark.slow
+
+SERVER = Path(__file__).parents[1] / "openenv_server.py"
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _server(port: int, sessions: int = 64, action: str = "text") -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(sessions), action])
+    try:
+        while process.poll() is None:  # however long a busy machine takes to import openenv
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        yield f"openenv:http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with _server(_free_port()) as address:
+        yield address
+
+
+def test_sessions_are_apart_and_a_turn_is_the_one_text_field_of_an_action(address: str) -> None:
+    make = load_environment(address)
+
+    async def play() -> list[tuple[object, float, bool]]:
+        first, second = make(), make()
+        assert await first.reset("w1", seed=3) == await second.reset("w1", seed=4) == "w30 w31"
+        answers = [await first.step("w9"), await second.step("w4"), await first.step("w1 w3")]
+        assert (await first.state())["step_count"] == 2
+        await first.close()
+        await second.close()
+        return answers
+
+    assert asyncio.run(play()) == [("w32", 0.0, False), ("w32", 1.0, True), ("w32", 1.0, True)]
+
+
+def test_a_run_trains_on_a_server(address: str, tmp_path: Path) -> None:
+    config = fastppo.PPOConfig(
+        environment=address,
+        prompts="w1",
+        max_new_tokens=2,
+        max_turns=3,
+        rollout_batch_size=8,
+        iterations=2,
+        output_dir=str(tmp_path),
+    )
+    trainer = fastppo.PPOTrainer(
+        config,
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=[{"prompt": f"w{i}", "seed": i} for i in range(8)],
+    )
+    trainer.train()
+    assert [row["iteration"] for row in records(trainer)] == [0, 1]
+
+
+def test_a_server_that_comes_back_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastppo.environments.openenv.PAUSE", 4.0)
+    port = _free_port()
+    with _server(port) as address:
+        environment = load_environment(address)()
+
+    async def begin() -> object:
+        waiting = asyncio.create_task(environment.reset("w1"))
+        await asyncio.sleep(0.5)
+        with _server(port):
+            said = await waiting
+            await environment.close()
+            return said
+
+    assert asyncio.run(begin()) == "w30 w31"
+
+
+def test_a_text_that_is_no_action_is_answered_with_why_and_the_episode_goes_on() -> None:
+    with _server(_free_port(), action="number") as address:
+        environment = load_environment(address)()
+
+        async def play() -> list[tuple[str, float, bool]]:
+            await environment.reset("w1", seed=3)
+            texts = ("w3", "3", "[" * 5000, '{"no": 1}', '{"number": 3}')
+            said = [await environment.step(text) for text in texts]
+            await environment.close()
+            return said
+
+        no_json, no_object, too_deep, other_fields, right = asyncio.run(play())
+    assert no_json == (
+        '{"error": "no action: Expecting value: line 1 column 1 (char 0)"}',
+        0,
+        False,
+    )
+    assert no_object == ('{"error": "no action: expected a JSON object, got 3"}', 0, False)
+    assert "recursion" in too_deep[0]
+    assert "Invalid message" in other_fields[0]
+    assert other_fields[1:] == (0.0, False)
+    assert right == ("w32", 1.0, True)
+
+
+def test_an_empty_observation_is_read_as_json_since_an_empty_text_has_no_tokens(
+    address: str,
+) -> None:
+    environment = load_environment(address)()
+
+    async def play() -> tuple[str, float, bool]:
+        await environment.reset("w1", seed=3)
+        environment.observation = lambda seen: ""
+        said = await environment.step("w1")
+        await environment.close()
+        return said
+
+    assert asyncio.run(play()) == ('""', 0.0, False)
+
+
+def _train(address: str, folder: Path) -> int:
+    """By the command line: texts of a model that has learned nothing."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{i}", "seed": {i}}}\n' for i in range(4)))
+    options = {
+        "model": tiny.saved_model(folder / "model"),
+        "prompts": prompts,
+        "environment": address,
+        "output_dir": folder / "run",
+        "iterations": 1,
+        "rollout_batch_size": 4,
+        "minibatches": 1,
+        "max_turns": 3,
+        "max_new_tokens": 2,
+        "stop_token_ids": [*range(4, 40)],  # any word ends a turn
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = [str(w) for flag in flags for w in (flag if isinstance(flag, list) else [flag])]
+    return cli.main(["train", *words])
+
+
+def test_a_run_whose_texts_are_no_json_reads_why_and_ends_as_any_other(tmp_path: Path) -> None:
+    with _server(_free_port(), action="number") as address:
+        assert _train(address, tmp_path) == 0
+    assert "no action" in (tmp_path / "run" / "samples.jsonl").read_text("utf-8")
+
+
+def test_a_server_with_too_few_sessions_is_a_sentence_with_what_to_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastppo.environments.openenv.PAUSE", 0.0)
+    with _server(_free_port(), sessions=1) as address:
+        assert _train(address, tmp_path) == 1
+    assert "max_concurrent_envs must be rollout_batch_size at least" in capsys.readouterr().err
+
+
+def test_no_server_is_one_sentence_with_its_address() -> None:
+    with pytest.raises(
+        DataError, match=r"no OpenEnv server answers at http://127\.0\.0\.1:9/schema"
+    ):
+        load_environment("openenv:http://127.0.0.1:9")

@@ -1,0 +1,288 @@
+"""Classes whose public methods are tools: what the policy reads, what it is answered, what is
+counted."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from environments import Scripted
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import DataError
+from fastppo.environments.loading import load_environment
+from fastppo.environments.tools import is_tool_class
+from fastppo.environments.turns import MARK, Turns
+from fastppo.inputs import check_prompts
+from fastppo.ppo.metrics import turn_metrics
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.rewards.calling import CallOptions
+from fastppo.rewards.reward import RewardError
+from fastppo.rollout import Rollout, Sampling
+
+EOS = 0
+
+PLAIN = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WITH_TOOLS = "{% for t in tools or [] %}<has {{ t['function']['name'] }}>{% endfor %}" + PLAIN
+
+
+class Shop:
+    """As TRL's `environment_factory` takes it."""
+
+    def reset(self, **row: Any) -> str | None:
+        self.asked: list[str] = []
+        self.wanted = row["item"]
+        return f" Buy {self.wanted}."
+
+    def price(self, item: str, count: int = 1) -> float:
+        """The price of an item.
+
+        Args:
+            item: its name
+            count: how many
+        """
+        self.asked.append(item)
+        if item == "none":
+            raise KeyError(item)
+        return 2.5 * count
+
+    def get_reward(self) -> float:
+        return float(self.wanted in self.asked)
+
+    def _hidden(self) -> None:
+        pass
+
+
+def _call(arguments: str, name: str = "price") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def _play(
+    make: Any,
+    turns: list[str],
+    *,
+    template: str = PLAIN,
+    response_template: Any = None,
+    max_turns: int = 4,
+    count: int = 1,
+    say: Any = lambda sentence: None,
+) -> tuple[Rollout, list[str]]:
+    """(the episodes, what the policy of the first one read before each turn)."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = template
+    if response_template is not None:
+        tokenizer.response_template = response_template
+    term = load_environment(make)
+    assert term is not None
+    ids = [[*tokenizer(turn)["input_ids"], EOS] for turn in turns]
+    engine = Scripted(ids, stop=(EOS,))
+    episode_runner = Turns(
+        term.function, tokenizer, max_turns=max_turns, options=CallOptions(say=say)
+    )
+    messages = [{"role": "user", "content": "Hello."}]
+    prompts = Prompts([messages] * count, [[1]] * count, {"item": ["tea"] * count})
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=(EOS,))
+    _, rollout = episode_runner.run(prompts, engine, sampling)
+    return rollout, [tokenizer.decode(asked[0]) for asked in engine.asked]
+
+
+def test_methods_are_called_and_their_results_are_messages_that_the_policy_did_not_write() -> None:
+    two = _call('{"item": "tea"}') + _call('{"item": "jam", "count": 2}')
+    rollout, read = _play(Shop, [two, "It is 2.5."], template=WITH_TOOLS)
+    opening = "<has price><user>Hello. Buy tea.<eos><assistant>"
+    answers = "<tool>2.5<eos><tool>5.0<eos><assistant>"
+    assert read == [opening, f"{opening}{two}<eos>{answers}"]
+
+    tokenizer = tiny.byte_tokenizer()
+    (written,) = rollout.written or ()
+    theirs = [token for token, own in zip(rollout.tokens[0], written, strict=True) if not own]
+    assert tokenizer.decode(theirs) == answers
+    assert rollout.calls == [["answered", "answered"]]
+    assert rollout.finish_reasons == ["stop"]
+    (rewards,) = rollout.rewards or ()
+    assert (rewards[-1], sum(rewards)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "sentence"),
+    [
+        (_call("{}", name="_hidden"), "unknown", "Tool _hidden not found."),
+        (_call("{}", name="get_reward"), "unknown", "Tool get_reward not found."),
+        (_call('{"item": "tea"'), "malformed", "could not parse region as JSON"),
+        ("<tool_call>[1]</tool_call>", "malformed", "A call must be an object with a name"),
+        (_call("[1]"), "malformed", "The arguments of a call must be an object"),
+        (_call('{"thing": 1}'), "malformed", "missing a required argument: 'item'"),
+        (_call('{"item": "none"}'), "raised", "'none'"),
+        # What a policy may write by chance, and must not end the run.
+        (f"<tool_call>{'[' * 5000}", "malformed", "maximum recursion depth"),
+        (_call("{}", name=MARK), "unknown", f"Tool {MARK} not found."),
+    ],
+)
+def test_a_call_that_fails_is_told_to_the_policy_and_counted(
+    said: str, outcome: str, sentence: str
+) -> None:
+    rollout, read = _play(Shop, [said, "I do not know."])
+    assert rollout.calls == [[outcome]]
+    answer = read[1].split("<tool>")[-1]
+    assert answer.startswith("{'error': ")
+    assert sentence in answer
+    metrics = turn_metrics(rollout)
+    wanted = dict.fromkeys(("answered", "unknown", "malformed", "raised"), 0.0) | {outcome: 1.0}
+    assert {name: metrics[f"tools/{name}"] for name in wanted} == wanted
+
+
+def test_half_a_surrogate_pair_that_the_policy_wrote_comes_back_as_a_character() -> None:
+    """JSON has a form for it, and no tokenizer takes it."""
+
+    class Echo(Shop):
+        def echo(self, item: str) -> str:
+            """Says it.
+
+            Args:
+                item: what
+            """
+            return item
+
+    rollout, read = _play(Echo, [_call('{"item": "a\\ud800"}', name="echo"), "So."])
+    assert rollout.calls == [["answered"]]
+    assert read[1].endswith("<tool>a?<eos><assistant>")
+
+
+def test_a_class_says_which_exceptions_of_a_tool_stop_the_run() -> None:
+    class Strict(Shop):
+        stop_on = (KeyError,)
+
+    with pytest.raises(RewardError, match=r"'Strict' raised KeyError\('none'\) in step .*in price"):
+        _play(Strict, [_call('{"item": "none"}')])
+
+
+@pytest.mark.parametrize("turns", [[_call('{"item": "tea"}')], [_call('{"item": "tea"}'), "a" * 9]])
+def test_the_reward_is_paid_once_however_an_episode_ends(turns: list[str]) -> None:
+    """Here it runs out of turns, or says its last words."""
+    rollout, _ = _play(Shop, turns, max_turns=len(turns))
+    assert rollout.rewards is not None
+    assert rollout.turns is not None
+    assert sum(rollout.rewards[0]) == 1.0
+    paid = [turn["reward"] for turn in rollout.turns[0] if turn["role"] == "policy"]
+    assert paid == [0.0] * (len(turns) - 1) + [1.0]
+
+
+def test_a_reset_that_returns_no_text_ends_the_run_with_a_sentence() -> None:
+    class Tuple(Shop):
+        def reset(self, **row: Any) -> Any:
+            return "Hello.", {}
+
+    with pytest.raises(RewardError, match="reset must return a text or None, got tuple"):
+        _play(Tuple, ["So."])
+
+
+def test_tools_of_all_episodes_wait_together() -> None:
+    begun: list[str] = []
+
+    class Slow(Shop):
+        async def weigh(self, item: str) -> str:
+            """The weight.
+
+            Args:
+                item: its name
+            """
+            begun.append(item)
+            while len(begun) < 3:
+                await asyncio.sleep(0.001)
+            raise OSError("no scales")
+
+    rollout, read = _play(Slow, [_call('{"item": "tea"}', name="weigh"), "So."], count=3)
+    assert rollout.calls == [["raised"]] * 3
+    assert "<tool>{'error': 'no scales'}" in read[1]
+
+
+def test_a_system_message_describes_tools_that_the_chat_template_leaves_out() -> None:
+    said: list[str] = []
+    _, read = _play(Shop, ["No."], say=said.append)
+    system, user = read[0].split("<eos>")[:2]
+    assert system.startswith("<system>")
+    assert '{"name": "price", "description": "The price of an item."' in system
+    assert user == "<user>Hello. Buy tea."
+    assert [sentence.partition(": ")[2][:26] for sentence in said] == [
+        "the chat template leaves o",
+        "the tokenizer has no respo",
+    ]
+
+
+def test_calls_are_read_by_the_response_template_of_the_tokenizer() -> None:
+    """Arguments that are no JSON have the types of the tool's schema."""
+    template = {
+        "start_anchor": "<assistant>",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"@(?P<name>\w+)",
+                "close": ";",
+                "repeats": True,
+                "content": "kv-lines",
+                "content_args": {"line_sep": ",", "kv_sep": "="},
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{content}"},
+                },
+            },
+            "content": {"content": "text"},
+        },
+    }
+    said: list[str] = []
+    turns = ["@price item=tea,count=3;", "So."]
+    rollout, read = _play(
+        Shop, turns, template=WITH_TOOLS, response_template=template, say=said.append
+    )
+    assert rollout.calls == [["answered"]]
+    assert "<tool>7.5<eos>" in read[1]
+    assert said == []
+
+
+def test_a_chat_template_without_tool_messages_is_refused() -> None:
+    template = PLAIN.replace("{% for m in messages %}", "{% for m in messages[:2] %}")
+    with pytest.raises(
+        DataError, match="'Shop': the chat template leaves out messages of the role"
+    ):
+        _play(Shop, [], template=template)
+
+
+def test_which_classes_are_tools() -> None:
+    class Environment(Shop):
+        def step(self, text: str) -> Any: ...
+
+    class Nothing:
+        def reset(self) -> None: ...
+
+    assert is_tool_class(Shop)
+    assert is_tool_class(functools.partial(Shop))
+    assert not is_tool_class(Environment)
+    assert not is_tool_class(Nothing)
+    assert not is_tool_class(lambda: Shop())
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("price(self, item: str): ...", "has no docstring"),
+        ("price(self, item: 'Item'):\n        'The price.'", "name 'Item' is not defined"),
+        ("price(self, *items: str):\n        'The price.'", r"by name, .* no \*items: str"),
+        ("price(self, item: str, /):\n        'The price.'", "by name, .* no item: str"),
+    ],
+)
+def test_a_tool_that_cannot_be_described_or_called_is_refused(
+    method: str, sentence: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"class Mine:\n    def reset(self, **row): ...\n    def {method}\n")
+    config = PPOConfig(prompts=str(tmp_path / "prompts.jsonl"), environment=f"{file}:Mine")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "item": "tea"}\n')
+    check_prompts(config)  # the row fits
+    with pytest.raises(ValueError, match=rf"environment .*:Mine: tool 'price': .*{sentence}"):
+        load_environment(config.environment)

@@ -1,0 +1,299 @@
+"""Episodes: tokens stay those that were drawn, limits end them, failures are told with them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from environments import Scripted
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import DataError
+from fastppo.environments.loading import load_environment
+from fastppo.environments.pool import EnvironmentPool
+from fastppo.environments.turns import Turns
+from fastppo.rewards.reward import RewardError
+from fastppo.rollout import Rollout, Sampling
+
+
+class Echo:
+    """Answers with what it was told, as long as it goes on."""
+
+    turns = 2
+    reward = 0.5
+
+    def reset(self, prompt: Any, **columns: Any) -> Any:
+        self.turns_heard: list[str] = []
+        return None
+
+    def step(self, text: str) -> Any:
+        self.turns_heard.append(text)
+        return f"{text} w9", self.reward, len(self.turns_heard) == self.turns
+
+
+def _prompts(count: int = 2) -> Prompts:
+    texts = [f"w1 w{i + 2}" for i in range(count)]
+    ids = [tiny.tokenizer()(text)["input_ids"] for text in texts]
+    return Prompts(texts, ids, {"name": [f"n{i}" for i in range(count)]})
+
+
+def _chat() -> Prompts:
+    messages = [{"role": "user", "content": "w5"}]
+    return Prompts([messages], [[4, 8, 3]], {})
+
+
+def _play(
+    make: Any, turns: list[list[int]], prompts: Prompts | None = None, **options: Any
+) -> tuple[Prompts, Rollout, Scripted]:
+    options = {"max_turns": 4, **options}
+    engine = Scripted(turns)
+    chat = prompts is not None and not isinstance(prompts.prompts[0], str)
+    episode_runner = Turns(make, tiny.tokenizer(chat=chat), **options)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    return *episode_runner.run(prompts or _prompts(), engine, sampling), engine
+
+
+def test_what_the_environment_writes_stands_between_the_turns() -> None:
+    prompts, rollout, engine = _play(Echo, [[7, 1], [8, 9, 1]])
+    assert engine.asked == [
+        [[4, 5], [4, 6]],
+        [[4, 5, 7, 1, 7, 12], [4, 6, 7, 1, 7, 12]],  # the first turn is w4, and w9 is 12
+    ]
+    assert rollout.tokens == [[7, 1, 7, 12, 8, 9, 1]] * 2
+    assert rollout.written == [[True] * 2 + [False] * 2 + [True] * 3] * 2
+    assert rollout.rewards == [[0.0, 0.5, 0.0, 0.0, 0.5]] * 2
+    assert rollout.turns is not None
+    assert [(turn["role"], turn.get("reward")) for turn in rollout.turns[0]] == [
+        ("prompt", None),
+        ("policy", 0.5),
+        ("environment", None),
+        ("policy", 0.5),
+    ]
+    assert rollout.finish_reasons == ["stop"] * 2
+    assert rollout.truncated == [False] * 2
+    assert prompts.prompts == _prompts().prompts
+
+
+def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
+    """The stop token that the policy drew is not written a second time."""
+    template = (
+        "{% for m in messages %}{{ m['role'] | replace('user', 'w20') | replace('assistant', 'w21')"
+        " | replace('tool', 'w22') }} {{ m['content'] }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}w21{% endif %}"
+    )
+
+    class Tool(Echo):
+        def step(self, text: str) -> Any:
+            super().step(text)
+            if len(self.turns_heard) == 1:
+                return [{"role": "tool", "content": "w9"}], 0.0, False
+            return "w10", 0.0, len(self.turns_heard) == 3
+
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.chat_template = template
+    engine = Scripted([[7, 1], [8], [9, 1]], stop=(1, 8))
+    first = [23, 8, 1, 24]
+    prompts = Prompts([[{"role": "user", "content": "w5"}]], [first], {})
+    episode_runner = Turns(Tool, tokenizer, max_turns=4)
+    _, rollout = episode_runner.run(
+        prompts, engine, Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    )
+    then = [25, 12, 1, 24]  # <eos> was drawn; then the tool's message and w21
+    after = [1, 23, 13, 1, 24]  # the second turn ended without it
+    assert rollout.tokens == [[7, 1, *then, 8, *after, 9, 1]]
+    assert engine.asked[2] == [[*first, 7, 1, *then, 8, *after]]
+    # The conversation as a whole is what the template makes of its messages.
+    messages = [
+        *({"role": "user", "content": "w5"}, {"role": "assistant", "content": "w4"}),
+        *({"role": "tool", "content": "w9"}, {"role": "assistant", "content": "w5"}),
+        {"role": "user", "content": "w10"},
+    ]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert engine.asked[2] == [ids]
+
+
+@pytest.mark.parametrize("says_it_itself", [True, False])
+def test_turns_begin_with_the_system_message(says_it_itself: bool) -> None:
+    messages = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]
+
+    class Game(Echo):
+        def reset(self, prompt: Any) -> Any:
+            self.turns_heard = []
+            return messages if says_it_itself else None
+
+    tokenizer = tiny.tokenizer(chat=True)
+    prompts = Prompts(["w1"] if says_it_itself else [messages], [[4]], {})
+    episode_runner = Turns(Game, tokenizer, max_turns=1)
+    engine = Scripted([[7, 1]], stop=(1,))
+    _, rollout = episode_runner.run(
+        prompts, engine, Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    )
+    assert rollout.turns is not None
+    roles = [turn["role"] for turn in rollout.turns[0]]
+    assert roles == ["system", "user", "policy", "environment"]
+    assert rollout.turns[0][0]["text"] == "w8"
+
+
+def test_an_environment_may_say_what_the_policy_reads_first() -> None:
+    class Opening(Echo):
+        turns = 1
+
+        def reset(self, prompt: str) -> str:
+            self.turns_heard = []
+            return f"{prompt} w30"
+
+    prompts, _, engine = _play(Opening, [[7, 1]])
+    assert engine.asked[0] == prompts.token_ids == [[4, 5, 33], [4, 6, 33]]
+    assert prompts.prompts == _prompts().prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "turns", "reason", "length"),
+    [
+        ({"max_turns": 2}, [[7, 1], [7, 1]], "turns", 8),
+        ({}, [[7, 1], [7, 7, 7, 7]], "length", 8),
+        # Another turn of four has no room after the first answer, which ends the response.
+        ({"context": 9}, [[7, 1]], "length", 4),
+        ({"context": 10}, [[7, 1], [7, 1]], "length", 8),
+        ({"context": 7}, [[7, 7, 1]], "length", 5),
+    ],
+)
+def test_limits_end_an_episode(options, turns, reason, length) -> None:
+    class Endless(Echo):
+        turns = 99
+
+    _, rollout, engine = _play(Endless, turns, **options)
+    assert rollout.finish_reasons == [reason] * 2
+    assert rollout.truncated == [True] * 2
+    assert rollout.lengths == [length] * 2
+    assert len(engine.asked) == len(turns)
+
+
+def test_coroutines_wait_together() -> None:
+    """Every episode's step has begun before any of them ends."""
+    begun: list[int] = []
+
+    class Waiting(Echo):
+        async def step(self, text: str) -> Any:
+            begun.append(1)
+            while len(begun) % 3:
+                await asyncio.sleep(0.001)
+            return Echo.step(self, text)
+
+    prompts = _prompts(3)
+    _, rollout, _ = _play(Waiting, [[7, 1], [8, 1]], prompts)
+    assert rollout.rewards == [[0.0, 0.5, 0.0, 0.5]] * 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, r"returned None in step; expected \(observation, reward, done\)"),
+        (("w1", 1.0), "returned .* in step; expected"),
+        (("w1", "much", False), "returned the reward 'much' in step; expected a number"),
+        (("w1", math.nan, False), "returned the reward nan in step"),
+        (("w1", 1.0, "no"), "returned done='no' in step; expected a bool"),
+        ((None, 1.0, False), "returned the observation None in step; expected a text or chat"),
+    ],
+)
+def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
+    returned, says, tmp_path: Path
+) -> None:
+    class Wrong(Echo):
+        def step(self, text: str) -> Any:
+            return super().step(text) if not self.turns_heard else returned
+
+    saved = tmp_path / "failed_episode.json"
+    with pytest.raises(RewardError, match=f"environment 'Wrong' {says}"):
+        _play(Wrong, [[7, 1], [8, 1]], failure_file=saved)
+    record = json.loads(saved.read_text())
+    assert record["turns"] == [
+        {"role": "prompt", "text": "w1 w2"},
+        {"role": "policy", "text": " w4", "reward": 0.5},
+        {"role": "environment", "text": " w4 w9"},
+        {"role": "policy", "text": " w5", "reward": 0.0},
+    ]
+    assert record["prompt"] == "w1 w2"
+    assert record["columns"] == {"name": "n0"}
+    assert record["conversation"].split() == ["w1", "w2", "w4", "<eos>", "w4", "w9", "w5", "<eos>"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_environments_are_closed_once(is_async: bool) -> None:
+    closed: list[Any] = []
+
+    class Server(Echo):
+        turns = 1
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class AsyncServer(Echo):
+        turns = 1
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self)
+
+    make = AsyncServer if is_async else Server
+    episode_runner = Turns(make, tiny.tokenizer(), max_turns=2)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    episode_runner.close()
+    assert closed == []
+    for count in (2, 3):
+        episode_runner.run(_prompts(count), Scripted([[7, 1]]), sampling)
+    episode_runner.close()
+    episode_runner.close()
+    assert len({*map(id, closed)}) == len(closed) == 3
+    episode_runner.run(_prompts(1), Scripted([[7, 1]]), sampling)
+    episode_runner.close()
+    assert len({*map(id, closed)}) == 4, "after them come new ones"
+
+
+@pytest.mark.parametrize(
+    ("observation", "prompts", "says"),
+    [
+        (
+            [{"role": "user", "content": "w3"}],
+            _prompts(),
+            "the prompt is a text, so it must",
+        ),
+        ("", _prompts(), "it has no tokens"),
+        ([{"role": "user", "content": "\ud800"}], _chat(), "half of a surrogate pair"),
+    ],
+)
+def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says) -> None:
+    class Odd(Echo):
+        def step(self, text: str) -> Any:
+            return observation, 0.0, False
+
+    with pytest.raises(DataError, match=f"an observation: .*{says}"):
+        _play(Odd, [[7, 1]], prompts)
+
+
+def test_a_partial_of_a_class_has_the_name_of_the_class() -> None:
+    assert EnvironmentPool(functools.partial(Echo)).name == "Echo"
+
+
+def test_an_environment_is_found_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    pass\n")
+    term = load_environment(f"{path}:Mine")
+    assert term is not None
+    assert type(term.function()).__name__ == "Mine"
+    changed = tmp_path / "other.py"
+    changed.write_text("class Mine:\n    x = 1\n")
+    other = load_environment(f"{changed}:Mine")
+    assert other is not None
+    assert other.fingerprint != term.fingerprint
+    assert load_environment("") is None
+    with pytest.raises(ValueError, match=r"environment .*: no function 'Yours' there; it has Mine"):
+        load_environment(f"{path}:Yours")
+    with pytest.raises(ValueError, match=r"environment mine: expected file.py:Name"):
+        load_environment("mine")

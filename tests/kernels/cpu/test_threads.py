@@ -1,0 +1,159 @@
+"""How the CPU's loops are kept for later processes, and what a terminal is told."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import processes
+import pytest
+from fastppo_kernels.cpu import threads as cpu_threads
+from processes import FORKSERVER
+
+DTYPES = ("f4", "i2", "u2")
+COUNT = 8
+
+LOOP = """
+from fastppo_kernels.cpu.threads import compiled, kernel
+
+@compiled
+def _first_of_{i}(x):
+    return x[0]
+
+@kernel
+def loop_{i}(x):
+    return _first_of_{i}(x)
+"""
+
+LOGPROBS = """
+import draws, fastppo, torch
+batch = draws.batch((50,), 1009, torch.bfloat16)
+print(fastppo.token_logprobs(batch.logits, batch.tokens, temperature=0.7).tolist())
+"""
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> Path:
+    """A folder with a module of kernels that nobody has compiled."""
+    (tmp_path / "loops.py").write_text("".join(LOOP.format(i=i) for i in range(COUNT)))
+    return tmp_path
+
+
+def imported(loops: Path) -> Any:
+    """The module anew, as in another process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(loops)
+        patch.delitem(sys.modules, "loops", raising=False)
+        return importlib.import_module("loops")
+
+
+def run_all(loops: Path, dtype: str, barrier: Any = None) -> None:
+    module = imported(loops)
+    for i in range(COUNT):
+        if barrier is not None:
+            barrier.wait(timeout=300)
+        assert getattr(module, f"loop_{i}")(np.array([3], dtype)) == 3
+
+
+def test_cold_processes_that_compile_at_once_leave_code_that_later_ones_can_run(
+    loops: Path,
+) -> None:
+    """With numba's own cache code of one dtype may be found under another, for good."""
+    barrier = FORKSERVER.Barrier(len(DTYPES))
+    cold = [FORKSERVER.Process(target=run_all, args=(loops, x, barrier)) for x in DTYPES]
+    for process in cold:
+        process.start()
+    for process in cold:
+        process.join()
+        assert process.exitcode == 0
+    module = imported(loops)
+    for i in range(COUNT):
+        loop = getattr(module, f"loop_{i}")
+        for dtype in DTYPES:
+            assert loop(np.array([3], dtype)) == 3
+        assert sum(loop.stats.cache_hits.values()) == len(DTYPES)
+
+
+def test_code_is_kept_until_any_source_of_the_package_changes(
+    loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hits() -> int:
+        loop = imported(loops).loop_0
+        loop(np.array([3.0]))
+        return sum(loop.stats.cache_hits.values())
+
+    assert [hits(), hits()] == [0, 1]
+    (tmp_path / "other.py").write_text("LIMIT = 1")
+    before = cpu_threads._hash_of_sources(tmp_path)
+    (tmp_path / "other.py").write_text("LIMIT = 2")
+    after = cpu_threads._hash_of_sources(tmp_path)
+    assert after != before
+    monkeypatch.setattr(cpu_threads, "SOURCES", after)
+    assert [hits(), hits()] == [0, 1]
+
+
+def test_code_that_finds_the_disk_full_or_was_cut_off_is_compiled_anew(loops: Path) -> None:
+    def hits() -> int:
+        loop = imported(loops).loop_0
+        assert loop(np.array([3.0])) == 3.0
+        return sum(loop.stats.cache_hits.values())
+
+    imported(loops)  # whose bytecode is kept, whole
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert hits() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    folder = loops / "__pycache__"
+    assert not list(folder.glob("loops.loop_0*"))
+    assert [hits(), hits()] == [0, 1]
+    (kept,) = folder.glob("loops.loop_0*.nbc")
+    for size in (0, kept.stat().st_size // 2):
+        os.truncate(kept, size)
+        assert [hits(), hits()] == [0, 1]
+
+
+@pytest.mark.slow
+def test_code_that_was_kept_gives_the_bits_of_code_that_was_just_compiled(tmp_path: Path) -> None:
+    """A part that a loop calls, and does not hold, is compiled once by itself and once more with
+    the loop: two orders of its sums, and which of them runs depends on what was compiled before."""
+    paths = f"{processes.PATHS}{os.pathsep}{processes.ROOT / 'tests'}"
+
+    def logprobs() -> str:
+        return processes.python(
+            "-c", LOGPROBS, NUMBA_CACHE_DIR=str(tmp_path), PYTHONPATH=paths
+        ).stdout
+
+    just_compiled = logprobs()
+    assert list(tmp_path.rglob("*.nbc"))
+    assert logprobs() == just_compiled
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.2])
+def test_a_terminal_is_told_of_a_slow_compilation(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class Kernel:
+        signatures: tuple[str, ...] = ()
+
+        def __call__(self, start: int, stop: int) -> None:
+            time.sleep(seconds)
+            self.signatures = ("compiled",)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    cpu_threads._say_that_it_compiles.cache_clear()
+    cpu_threads.in_threads(Kernel(), 1, entries=1)
+    cpu_threads.in_threads(Kernel(), 1, entries=1)
+    assert sys.stderr.getvalue().count("\n") == (1 if seconds else 0)  # type: ignore[attr-defined]

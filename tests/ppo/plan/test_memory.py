@@ -1,0 +1,281 @@
+"""A plan's peaks are those that torch's CPU allocator reports, its parts what a run holds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from phase_peaks import PROMPT, Measured, llama, measured, options
+from transformers import (
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+)
+
+from fastppo import cli
+from fastppo.ppo.plan.plan import Plan, find_remedies, make_plan, smaller_passes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TOLERANCE = 0.1
+"""What the peaks are held to; what a plan leaves out (tokens, masks, numbers per token) is smaller
+the larger the model is."""
+
+TOLERANCE_OF_RANKS = 0.15
+"""Of two processes: FSDP's buffers are not counted one by one."""
+
+
+PHASES = {"generate": "rollout", "update": "update"}
+"""The plan's names of an iteration's phases."""
+
+
+def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
+    (parts,) = (planned.parts for planned in plan.phases if planned.name == phase)
+    return parts
+
+
+def assert_parts(plan: Plan, run: Measured) -> None:
+    """Each part that lasts is as planned; the optimiser counts its steps besides, and a shard may
+    have a row more."""
+    for part, size in run.parts.items():
+        assert sizes(plan, "rollout")[part] == pytest.approx(size, rel=0.01, abs=1000), part
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"lora_rank": 8, "microbatch_size": 16},
+        {"value_model": "critic", "microbatch_size": 2},
+        {"precision": "bf16"},
+        {"param_dtype": "bfloat16"},
+    ],
+    ids=["full", "checkpointing", "lora", "critic", "bf16", "masters"],
+)
+def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> None:
+    config = options(tmp_path, **more)
+    run = measured(config)
+    plan = make_plan(config, PROMPT)
+    assert_parts(plan, run)
+    for name, phase in PHASES.items():
+        planned = sum(sizes(plan, phase).values())
+        assert planned == pytest.approx(run.peaks[name], rel=TOLERANCE), name
+    assert plan.peak.total == pytest.approx(max(run.peaks.values()), rel=TOLERANCE)
+
+
+def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> None:
+    config = options(tmp_path, microbatch_size=4)
+    run = ranks.run(2, measured, tmp_path / "ranks", config)
+    plan = make_plan(config, PROMPT, processes=2)
+    assert_parts(plan, run)
+    for name, phase in PHASES.items():
+        # A measured peak may be too high (see `measured`); no plan is above what is there.
+        assert sum(sizes(plan, phase).values()) <= (1 + TOLERANCE_OF_RANKS) * run.peaks[name], name
+
+
+# ---------------------------------------------------------------------------------------- the parts
+
+
+def test_on_a_gpu_the_cache_has_its_size_from_the_start(tmp_path: Path) -> None:
+    more = {"rollout_batch_size": 60, "minibatches": 4, "max_new_tokens": 150, "device": "cuda"}
+    plan = make_plan(options(tmp_path, **more), 4, memory=80)  # the last step is the rollout's peak
+    rows, tokens = 64, 256  # whole buckets of 60 and 154
+    assert sizes(plan, "rollout")["KV cache"] == 2 * 2 * 2 * 2 * 32 * tokens * rows
+
+
+def test_a_smaller_microbatch_takes_less_until_a_batch_has_no_more(tmp_path: Path) -> None:
+    def activations(size: int) -> int:
+        config = options(tmp_path, microbatch_size=size)
+        return sizes(make_plan(config, PROMPT))["activations"]
+
+    assert activations(8) > 2 * activations(2)
+    assert activations(512) == activations(options(tmp_path).rollout_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("more", "part", "sign"),
+    [
+        ({"gradient_checkpointing": True}, "activations", -1),
+        ({"param_dtype": "bfloat16"}, "fp32 masters", 1),
+        ({"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}, "logits", 1),
+        (
+            {"ptx_coef": 1.0, "ptx_data": "text.jsonl", "ptx_block_size": 64},
+            "logits",
+            1,
+        ),
+        ({"lora_rank": 4}, "reference", -1),
+        ({"device": "cuda"}, "reference", -1),  # its matrices are in bf16
+    ],
+    ids=str,
+)
+def test_an_option_moves_the_part_that_it_is_of(
+    more: dict[str, Any], part: str, sign: int, tmp_path: Path
+) -> None:
+    plain, other = (
+        sizes(make_plan(options(tmp_path, **some), PROMPT, memory=80)) for some in ({}, more)
+    )
+    assert sign * (other[part] - plain[part]) > 0
+
+
+def test_a_reward_model_counts_if_its_config_can_be_read(tmp_path: Path) -> None:
+    LlamaForSequenceClassification(llama(num_labels=1)).save_pretrained(tmp_path / "rm")
+    rewards = [str(tmp_path / "rm"), "reward.py:score", str(tmp_path / "absent")]
+    plan = make_plan(options(tmp_path, rewards=rewards), PROMPT)
+    weights = LlamaForSequenceClassification(llama(num_labels=1)).parameters()
+    size = sum(4 * weight.numel() for weight in weights)
+    assert size <= sizes(plan)["reward models"] < size + 1000  # with its buffers
+    (note,) = (note for note in plan.notes if note.startswith("not counted"))
+    assert "absent: there is no such directory" in note
+
+
+def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
+    """Of a causal LM whose head reads another width than its embeddings have."""
+    OPTForCausalLM(
+        OPTConfig(
+            vocab_size=512,
+            hidden_size=64,
+            word_embed_proj_dim=32,
+            ffn_dim=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ).save_pretrained(tmp_path / "critic")
+    critic = {"value_model": "critic", "critic_model": str(tmp_path / "critic")}
+    plan = make_plan(options(tmp_path, **critic), PROMPT)
+    assert sizes(plan)["value function"] > 4 * 33
+
+
+def test_where_servers_draw_no_cache_is_held_that_an_option_could_make_smaller(
+    tmp_path: Path,
+) -> None:
+    servers = {"rollout": "server", "rollout_urls": ["http://localhost:8000"]}
+    plan = make_plan(options(tmp_path, **servers), PROMPT)
+    assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
+    assert "generate_batch_size" not in smaller_passes(plan.run)
+    assert "generate_batch_size" in smaller_passes(make_plan(options(tmp_path), PROMPT).run)
+
+
+def test_an_episode_is_no_longer_than_the_context(tmp_path: Path) -> None:
+    """Of 2048 tokens, in which eight turns of 500 have no room."""
+    turns = {"environment": "game.py:Game", "max_turns": 8, "max_new_tokens": 500}
+    assert make_plan(options(tmp_path, **turns), PROMPT).run.tokens == 2048
+
+
+# ---------------------------------------------------------------------------------- what is printed
+
+
+def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, capsys) -> None:
+    config = options(tmp_path)
+    config.save(tmp_path / "run.yaml")
+    flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
+    need = f"{make_plan(config, PROMPT).peak.total / 1e6:.3g} MB"  # as the table has it
+    assert cli.main([*flags, "--memory", "80"]) == 0
+    shown = capsys.readouterr().out
+    assert f"fits 80 GB: {need} at its peak, the update" in shown
+    for word in ("policy weights", "optimiser states", "rollout", "logits"):
+        assert word in shown
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr().out
+    assert f"needs {need} at its peak, the update; `fastppo plan --memory GB` says" in shown
+    assert "16 sequences of 12 + 4 tokens, 8 at a time" in shown
+
+
+def test_a_gpu_is_planned_for_where_there_is_none(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    flags = ["plan", "--model", options(tmp_path).model, "--prompt_tokens", "12"]
+    assert cli.main([*flags, "--device", "cuda"]) == 0
+    assert "`fastppo plan --memory GB` says whether that fits" in capsys.readouterr().out
+
+
+def test_shards_count(tmp_path: Path, capsys) -> None:
+    model = options(tmp_path).model
+    flags = ["plan", "--model", model, "--device", "cpu", "--prompt_tokens", "12"]
+    weights = {}
+    for shards in (2, 8):
+        assert cli.main([*flags, "--processes", "8", "--shard_size", str(shards)]) == 0
+        shown = capsys.readouterr().out
+        assert f"each of 8 processes; {shards} share one copy of the weights" in shown
+        weights[shards] = float(re.findall(r"optimiser states\W+0.000\W+([\d.]+)", shown)[0])
+    assert weights[2] == pytest.approx(4 * weights[8], rel=0.01)
+
+
+def test_one_copy_of_the_weights_in_place_of_two_makes_a_run_fit(tmp_path: Path) -> None:
+    """Of passes that cannot hold less."""
+    config = options(tmp_path, shard_size=2, gradient_checkpointing=True, microbatch_size=1)
+    two, one = (
+        make_plan(replace(config, shard_size=shards), PROMPT, processes=4).peak.total
+        for shards in (2, 4)
+    )
+    plan = make_plan(config, PROMPT, memory=(one + two) / 2e9, processes=4)
+    assert next(find_remedies(plan)).options == {"shard_size": 4}
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.5])
+def test_where_it_does_not_fit_the_options_named_make_it_fit(share: float, tmp_path: Path) -> None:
+    """None of them is too many."""
+    config = options(tmp_path, microbatch_size=16, rollout_batch_size=64, max_new_tokens=64)
+    memory = share * make_plan(config, PROMPT).peak.total / 1e9
+    plan = make_plan(config, PROMPT, memory=memory)
+    assert not plan.fits
+    remedy = next(find_remedies(plan))
+
+    def fits(changed: dict[str, Any]) -> bool:
+        return make_plan(replace(config, **changed), PROMPT, memory=memory).fits
+
+    assert fits(remedy.options)
+    for name in remedy.options:
+        assert not fits({other: x for other, x in remedy.options.items() if other != name}), name
+
+
+def test_a_run_that_does_not_fit_is_told_of_options_and_of_processes(
+    tmp_path: Path, capsys
+) -> None:
+    """Weights, gradients and moments alone are too much for one device."""
+    config = options(tmp_path)
+    flags = (
+        f"plan --model {config.model} --device cpu --prompt_tokens 12 --max_new_tokens 4".split()
+    )
+    flags += ["--rollout_batch_size", "4", "--minibatches", "1", "--memory"]
+    assert cli.main([*flags, "0.007"]) == 0
+    shown = capsys.readouterr().out
+    assert "does not fit 0.007 GB" in shown
+    assert re.search(r"fits with  --.*adamw8bit.* GB; pip install 'torchao>=0.16'\)", shown), shown
+    assert "fits with  --processes " in shown
+    assert cli.main([*flags, "0.0001"]) == 0
+    assert "no option makes it fit" in capsys.readouterr().out
+
+
+def test_a_plan_without_peft_says_what_it_does_not_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    flags = f"plan --model {options(tmp_path).model} --device cpu --memory 0.0001".split()
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr().out
+    assert "not tried: --lora_rank, since peft is not installed: pip install peft" in shown
+
+
+@pytest.mark.slow
+def test_the_config_of_a_full_7b_fits_eight_gpus(tmp_path: Path, capsys) -> None:
+    """Of Qwen2.5-7B's shape; as the file says it is planned."""
+    Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
+    file = ROOT / "examples" / "full_7b.yaml"
+    (line,) = re.findall("fastppo (plan .*)", file.read_text("utf-8"))
+    flags = line.replace("full_7b.yaml", str(file)).split()
+    assert cli.main([*flags, "--model", str(tmp_path)]) == 0
+    assert "fits 80 GB" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+"""Checks before a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from fastppo.data.batch import Batch
+from fastppo.ppo.setup.checks import (
+    CHECKED_PROMPTS,
+    CHECKED_TOKENS,
+    check_on_policy,
+    rounding_tolerance,
+)
+from runs import Watched, make_trainer
+
+# ----------------------------------------------------------------------------------- before a run
+
+
+def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    assert trainer.prompts is not None
+    assert trainer.reference is not None
+    with torch.no_grad(), trainer.reference.loaded() as reference:
+        reference.head.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="fresh reference's logprobs differ"):
+        trainer.self_check(trainer.prompts)
+
+
+def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None:
+    def lower(rollout, *_) -> None:
+        rollout.logprobs = [logprobs - 0.5 for logprobs in rollout.logprobs]
+
+    trainer = make_trainer(tmp_path)
+    trainer.engine = Watched(trainer.engine, lower)
+    with pytest.raises(RuntimeError, match=r"the sampler's logprobs differ .* by up to 0\.5 nats"):
+        trainer.train()
+
+
+def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_new_tokens=20)
+    asked = []
+
+    def note(rollout, prompt_ids, sampling) -> None:
+        asked.append((len(prompt_ids), sampling.max_new_tokens))
+
+    state = torch.get_rng_state()
+    check_on_policy(
+        trainer.prompts,
+        trainer.config,
+        model=trainer.model,
+        engine=Watched(trainer.engine, note),
+        sampling=trainer.sampling,
+        fresh_reference=trainer.reference,
+    )
+    assert asked == [(CHECKED_PROMPTS, CHECKED_TOKENS)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
+    """Scales the lm-head so that the largest logit of the batch has this size, as trained models'
+    have."""
+    with torch.no_grad(), model.autocast():
+        now = model.head.logits(model.hidden(batch.layout())).abs().max()
+        model.head.weight.mul_(largest / now)
+
+
+@pytest.mark.parametrize("largest", [8, 67])
+def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_path: Path) -> None:
+    """One step of bf16 is 0.125 for logits between 16 and 32, so no fixed bound fits them all."""
+    trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
+    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
+    rollout = trainer.engine.generate(few, trainer.sampling)
+    batch = Batch.of(few, rollout.tokens)
+    _with_logits_up_to(trainer.model, batch, largest)
+    wanted = max(0.1, 4 * 2**-8 * largest)
+    assert rounding_tolerance(trainer.model, batch) == pytest.approx(wanted, rel=0.02)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        trainer.prompts.token_ids[:CHECKED_PROMPTS] = [[5 + seed, 9, 4], [7], [8, 3, 6, 12], [2]]
+        state = torch.get_rng_state()
+        trainer.self_check(trainer.prompts)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("largest", [8, 67])
+@pytest.mark.parametrize("mistake", ["positions", "weights"])
+def test_a_real_mistake_is_refused_under_bf16_too(
+    mistake: str, largest: float, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
+    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
+    batch = Batch.of(few, trainer.engine.generate(few, trainer.sampling).tokens)
+    _with_logits_up_to(trainer.model, batch, largest)
+
+    def mistake_them(rollout, prompt_ids, _) -> None:
+        other = tiny.model(seed=1) if mistake == "weights" else trainer.model.causal_lm
+        rollout.logprobs = []
+        with torch.no_grad():
+            if mistake == "weights":
+                other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
+            # More than bf16 rounds, in this model with these responses.
+            shift = 17 if mistake == "positions" else 0
+            for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
+                ids = torch.tensor([prompt + response])
+                at = torch.arange(ids.shape[1]).unsqueeze(0)
+                at[:, len(prompt) :] += shift
+                logits = other(ids, position_ids=at).logits[0, len(prompt) - 1 : -1]
+                logprobs = logits.float().log_softmax(-1)
+                rollout.logprobs.append(logprobs[range(len(response)), response])
+
+    trainer.engine = Watched(trainer.engine, mistake_them)
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        trainer.self_check(trainer.prompts)
+
+
+def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path: Path) -> None:
+    """An engine that tells only what it drew from: higher is a restriction, lower a mistake."""
+    trainer = make_trainer(tmp_path, top_k=5)
+    added = 0.0
+
+    def process(rollout, *_) -> None:
+        rollout.logprobs = None
+        rollout.sampler_logprobs = [logprobs + added for logprobs in rollout.sampler_logprobs]
+
+    trainer.engine = Watched(trainer.engine, process)
+    trainer.self_check(trainer.prompts)
+    added = -9.0
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        trainer.self_check(trainer.prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"warmup_steps": 99}, "warmup_steps=99: the run has"),
+        ({"top_k": 5}, "top_k and top_p keep tokens from being drawn"),
+        ({"top_p": 0.9}, "top_k and top_p keep tokens from being drawn"),
+    ],
+)
+def test_options_that_are_legal_and_odd_are_told(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    told = []
+    for chosen in ({}, options):
+        console = Console(file=io.StringIO(), width=200)
+        trainer = make_trainer(tmp_path, console=console, **chosen)
+        trainer.self_check(trainer.prompts)
+        told.append(sentence in console.file.getvalue())
+    assert told == [False, True]

@@ -1,0 +1,646 @@
+"""The compiled kernels without a GPU: an emulator executes the PTX that Triton makes for one.
+
+    python tests/ptx/emulated.py [--all] [--capability 90] [loss statistics scans others]
+
+The emulator is no part of this repository: it is looked for in the folder that FASTPPO_PTX_EMULATOR
+names, by default `../shared/ptx` beside the repository, and needs g++. The launchers run on CPU
+tensors, decide all that they decide on a GPU, and their PTX is executed with a program counter per
+lane. Each case runs under several orders of programs, warps and stores, and must
+
+- agree with the definition in fp64, by the tolerances of `rows.py`;
+- give the same bits under every order, whether or not ptxas makes one instruction of a product and
+  the sum that takes it, and right ones with the errors that the hardware's functions may have (in
+  two cases whose terms cancel, by what those errors make of the exact gradient: "cancels_at");
+- read and write inside its tensors, aligned; write every byte of its results; let no byte that is
+  unwritten or read in a race reach one; store one value where several lanes store to one place.
+
+By default a selection: every kernel, every configuration and every shape, at three shapes what has
+been wrong, and the two cases that cancel; --all is every configuration at every shape. What no
+emulator shows: registers, time, and a weaker order of memory than the barriers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUPS = ("loss", "statistics", "scans", "others")
+
+
+def emulator() -> Path | None:
+    """Its folder, None where there is none that could run."""
+    folder = ROOT / os.environ.get("FASTPPO_PTX_EMULATOR", "../shared/ptx")
+    return folder if (folder / "emulate.py").exists() and shutil.which("g++") else None
+
+
+HARMLESS = "write after write of the same byte"
+"""Layouts are replicated: several warps store one value."""
+
+NEIGHBOURS = ("global race of programs", "global read of what another program wrote")
+"""Of rows in place that lie off 16 bytes: their first and last 16 bytes are their neighbours', too;
+they are read and not used, which the results' `raced` bytes show."""
+
+
+class Results(NamedTuple):
+    """Of a launch, under one kind of rounding."""
+
+    found: dict[str, Tensor]
+    has_hardware_errors: bool
+
+
+class Case(NamedTuple):
+    """One call of a launcher, or two."""
+
+    name: str
+    run: Callable[[Emulation], None]
+    is_selected: bool
+
+
+class Emulation:
+    """One case after the other, each under every order."""
+
+    def __init__(self, capability: int) -> None:
+        import emulate
+        from fastppo_kernels.triton import scale as triton_scale
+        from fastppo_kernels.triton import views as triton_views
+
+        order = emulate.Schedule
+        orders = [
+            order(),
+            order(sched=1, programs=1, late=True, down=True),
+            order(sched=2, seed=3, programs=2, quantum=3),
+            order(down=True),
+        ]
+        fused = [order(fuse=True), order(fuse=True, sched=1, down=True)]
+        self.same_bits = [orders, fused, [order(perturb=5)]]
+        self.session = emulate.Session(capability)
+        # A few multiprocessors, so that a program has several rows and there are several programs.
+        for module in (triton_views, triton_scale):
+            module.device_limits = lambda device: (2, 2**26)
+
+    def results(
+        self,
+        launch: Callable[[Callable[..., Tensor]], dict[str, Tensor]],
+        *,
+        in_place: bool = False,
+    ) -> Iterator[Results]:
+        """What `launch` returns under each kind of rounding, after its checks. `launch` is given
+        the function that puts a tensor into guarded memory."""
+        for schedules in self.same_bits:
+            first: dict[str, Tensor] = {}
+            for schedule in schedules:
+                self.session.fresh()
+                self.session.findings.clear()
+                with self.session.running(schedule):
+                    found = launch(self.session.like)
+                for name, x in found.items():
+                    for row in x.view(-1, x.shape[-1]) if x.is_contiguous() else rows_of(x):
+                        unwritten, raced = self.session.shadow(row)
+                        assert not unwritten, f"{name}: {unwritten} bytes are not written"
+                        assert not raced, f"{name}: {raced} bytes come from a race"
+                    first.setdefault(name, x.clone())
+                    assert same_bits(x, first[name]), f"{name}: other bits under {schedule}"
+                for finding in self.session.findings:
+                    kind = finding.kind
+                    is_harmless = HARMLESS in kind or (in_place and kind.startswith(NEIGHBOURS))
+                    assert is_harmless, f"{finding} under {schedule}"
+            yield Results(first, has_hardware_errors=bool(schedules[0].perturb))
+
+
+def rows_of(x: Tensor) -> list[Tensor]:
+    """The dense rows of a view."""
+    return [row for part in x for row in (part if x.dim() == 3 else part[None])]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN."""
+    return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
+        a.nan_to_num(0.0, 1.0, -1.0), b.nan_to_num(0.0, 1.0, -1.0)
+    )
+
+
+# ------------------------------------------------------------------------------- rows of logits
+
+
+class Shape(NamedTuple):
+    """Rows logits[:, skip:]; with `is_cut` logits[:, :-1] of [n/2, 3, V]: the gradient is dense."""
+
+    name: str
+    n: int
+    vocab: int
+    dtype: torch.dtype = torch.bfloat16
+    skip: int = 0
+    is_cut: bool = False
+
+    def placed(self, x: Tensor, like: Callable[..., Tensor]) -> Tensor:
+        if not self.is_cut:
+            whole = torch.zeros(self.n, self.skip + self.vocab, dtype=x.dtype)
+            whole[:, self.skip :] = x
+            return like(whole)[:, self.skip :]
+        whole = torch.zeros(self.n // 2, 3, self.vocab, dtype=x.dtype)
+        whole[:, :-1] = x.view(self.n // 2, 2, self.vocab)
+        return like(whole)[:, :-1]
+
+
+# A row has a program of 4, 8 or 16 warps by its bytes (`programs.TABLE`).
+SHAPES = (
+    Shape("short", 7, 1024),
+    Shape("short, fp32, off 16 bytes", 5, 2061, torch.float32),
+    Shape("middle", 8, 6672),
+    Shape("middle, off 16 bytes", 5, 6675),
+    Shape("middle, fp16, logits[:, 3:]", 4, 6672, torch.float16, skip=3),
+    Shape("middle, of two kinds", 4, 8211, is_cut=True),
+    Shape("long", 3, 66048),
+    Shape("long, fp32, off 16 bytes", 2, 33001, torch.float32),
+)
+
+PEAKED_SHAPES = tuple(
+    Shape(f"seven rows, fp32, V = {vocab}", 7, vocab, torch.float32)
+    for vocab in (2061, 6675, 33001)
+)
+"""Where the token is 8 to 14 nats above the others, a nat a row."""
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "entropy, in place": {"entropy_coef": 0.05, "inplace": True},
+    "k1": {"kl_estimator": "k1", "kl_coef": 0.1, "temperature": 0.7},
+    "k2, dual clip": {"kl_estimator": "k2", "kl_coef": 0.1, "dual_clip": 3.0},
+    "k3 times the ratio, importance weights": {
+        "kl_coef": 0.1, "kl_ratio_weighted": True, "importance_weights": True,
+        "temperature": "per token",
+        # Policy term and KL leave a 16th of each other in one row; in another the KL is alone, and
+        # the logprob, −25, is all but the reference's.
+        "cancels_at": "short, fp32, off 16 bytes",
+    },
+    "no gradient, no clip": {
+        "need_grad": False, "lowest_ratio": -float("inf"), "highest_ratio": float("inf"),
+    },
+    "weights of zero": {"entropy_coef": 0.05, "some_weights": True},
+    "soft-cap": {"softcap": 15.0, "logit_scale": 0.7, "entropy_coef": 0.05},
+    "soft-cap, in place, temperatures": {
+        "softcap": 30.0, "inplace": True, "temperature": "per token",
+    },
+    "full KL": {"kl_estimator": "full", "kl_coef": 0.3, "temperature": "per token"},
+    "full KL, entropy, in place": {
+        "kl_estimator": "full", "kl_coef": 0.3, "entropy_coef": 0.05, "inplace": True,
+    },
+    "full KL, only reported": {"kl_estimator": "full", "kl_coef": 0.0, "need_grad": False},
+    "full KL, soft-cap": {
+        "kl_estimator": "full", "kl_coef": 0.3, "softcap": 15.0,
+        # The likeliest column's t − r is the mean one but for a few hundredths.
+        "cancels_at": "long, fp32, off 16 bytes",
+    },
+    "columns ruled out": {"entropy_coef": 0.05, "rows": "masked"},
+    # Without entropy, whose gradient is 0 in a constant row: fp64's rounding would be the measure.
+    "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
+}  # fmt: skip
+
+
+def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tensor:
+    """[N, V], how far the errors that the hardware's functions may have move the exact gradient, to
+    first order; `given` and `want` in fp64. For the shape that "cancels_at" names, where that is
+    more than `rows.py` allows.
+
+    ex2, rsqrt and a division are off by up to 2 units in the last place, which are u = 2⁻²² of the
+    value; a logarithm is a polynomial, which only rounds. A sum is off by u, as its exponentials
+    are, and by u more where its maximum last rose: what stood before was multiplied by another one
+    (what stood before earlier rises weighs less). The division that forms 1/T takes all scores
+    along: a logprob is off by u·(2 + |logprob| + entropy). A soft-cap adds 2u·softcap/T a score, as
+    tanh = 1 − 2e/(1 + e) with e/(1 + e) < 0.23 off by 3u of itself, and a logprob is the difference
+    of two. The derivative by the logprob is then that of a logprob which is off by so much. A
+    column's t − r − γ is one of four scores, whose mean γ is off by 2u of what it is the mean of.
+    """
+    from fastppo_kernels import definition
+
+    unit = 2.0**-22
+    softmax = given.softmax
+    temperature = softmax.temperature if softmax.temperatures is None else softmax.temperatures
+    score = 2 * unit * (softmax.softcap or 0.0) / temperature
+    logprob = unit * (2 + want.logprobs.abs() + want.entropy) + 2 * score
+    allowance = torch.zeros_like(want.grad)
+    for error in (logprob, -logprob):
+        per_token = given.per_token._replace(old_logprobs=given.per_token.old_logprobs + error)
+        if per_token.ref_logprobs is not None:
+            per_token = per_token._replace(ref_logprobs=per_token.ref_logprobs + error)
+        moved = definition.ppo_loss(
+            given.logits, per_token, given.objective, softmax, ref_logits=ref_logits
+        )
+        allowance = torch.maximum(allowance, (moved.grad - want.grad).abs())
+    if ref_logits is None:
+        return allowance
+    x = given.logits.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(definition.scores(x, softmax)[0].sum(), x)
+    log_p = definition.log_softmax(given.logits, softmax)
+    p = log_p.exp()
+    gap = log_p - definition.log_softmax(ref_logits, softmax) - want.kl[:, None]
+    error = 4 * score + 2 * unit * (p * gap.abs()).sum(-1)
+    by_kl = given.per_token.weights * given.objective.kl_coef
+    return allowance + (by_kl * error)[:, None] * p * slope.abs()
+
+
+def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
+    """In place: what is not plain about the rows."""
+    if kind == "masked":
+        logits[0, : logits.shape[1] // 2] = -torch.inf
+        tokens[0] = logits.shape[1] - 1
+    if kind == "peaked":
+        top = logits.float().amax(-1)
+        nats = torch.linspace(8.0, 14.0, len(logits))
+        logits.scatter_(1, tokens[:, None], (top + nats).to(logits.dtype)[:, None])
+    if kind == "broken":
+        logits[0] = -torch.inf
+        logits[1, 3] = torch.nan
+        if len(logits) > 2:
+            logits[2, 3] = torch.nan
+            logits[2, 5] = torch.inf
+    if kind == "far":
+        highest = torch.finfo(logits.dtype).max
+        logits[0] = min(1e31, highest)
+        logits[1] = max(-1e13, -highest)
+
+
+def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
+    from fastppo_kernels import definition
+    from fastppo_kernels.triton import rows as triton_rows
+    from rows import assert_loss, draw, in_fp64, logprobs_of, operands
+
+    options = dict(options)
+    cancels_at = options.pop("cancels_at", None)
+    some_weights = options.pop("some_weights", False)
+    kind = options.pop("rows", None)
+    options.pop("shapes", None)
+    in_place = options.pop("inplace", False)
+    need_grad = options.pop("need_grad", True)
+    g = torch.Generator().manual_seed(shape.vocab)
+    arguments = draw(shape.n, shape.vocab, shape.dtype, seed=shape.vocab)
+    arguments["tokens"][:2] = torch.tensor([0, shape.vocab - 1])
+    changed(arguments["logits"], arguments["tokens"], kind)
+    if options.get("temperature") == "per token":
+        options["temperature"] = torch.rand(shape.n, generator=g) * 1.7 + 0.3
+    if options.pop("importance_weights", False):
+        options["importance_weights"] = torch.rand(shape.n, generator=g) * 2
+    if some_weights:
+        arguments["weights"][::2] = 0.0
+    ref_logits = None
+    if options.get("kl_estimator") == "full":
+        ref_logits = arguments["logits"] + torch.randn(shape.n, shape.vocab, generator=g).to(
+            shape.dtype
+        )
+    exact, _ = operands(in_fp64(arguments | options))
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"], exact.softmax)
+    arguments["old_logprobs"] = (logprobs + 0.3 * torch.randn(shape.n, generator=g)).float()
+    if options.get("kl_coef") and ref_logits is None:
+        noise = torch.randn(shape.n, generator=g)
+        options["ref_logprobs"] = (logprobs + noise).float()
+    given, _ = operands(arguments | options)
+    wide, _ = operands(in_fp64(arguments | options))
+    wide_ref = None if ref_logits is None else ref_logits.double()
+    want = definition.ppo_loss(*wide, ref_logits=wide_ref)
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        ref = None if ref_logits is None else shape.placed(ref_logits, like)
+        rows = triton_rows.ppo_loss(
+            shape.placed(given.logits, like), *given[1:],
+            ref_logits=ref, need_grad=need_grad, inplace=in_place,
+        )  # fmt: skip
+        return {name: x for name, x in rows._asdict().items() if x is not None}
+
+    one_signed = not options.get("entropy_coef") and ref_logits is None
+    for results in emulation.results(launch, in_place=in_place):
+        got = want._replace(grad=None)._replace(**results.found)
+        allowance = None
+        if results.has_hardware_errors and cancels_at == shape.name:
+            allowance = hardware_allowance(wide, wide_ref, want)
+        assert_loss(
+            got,
+            want if need_grad else want._replace(grad=None),
+            one_signed=one_signed,
+            allowance=allowance,
+        )
+
+
+STATISTICS: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "temperatures": {"temperature": "per token", "shapes": 3},
+    "logprob alone": {"upstream": (True, False, False)},
+    "entropy alone, peaked": {"upstream": (False, True, False), "rows": "peaked"},
+    "some rows without a gradient": {"upstream": (True, True, False), "some": True},
+    "soft-cap": {"softcap": 15.0, "temperature": "per token"},
+    "columns ruled out": {"rows": "masked"},
+    "reference": {"upstream": (True, True, True)},
+    "reference, soft-cap, temperatures": {
+        "upstream": (True, True, True), "softcap": 15.0, "temperature": "per token",
+    },
+    "reference, soft-cap, peaked": {
+        "upstream": (True, True, True), "softcap": 30.0, "rows": "peaked", "spread": 1.0,
+    },
+    "reference, KL alone, peaked": {"upstream": (False, False, True), "rows": "peaked"},
+    "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
+    "broken rows": {"rows": "broken", "shapes": 3},
+    "broken rows, reference": {
+        "rows": "broken", "upstream": (True, True, True), "shapes": 3,
+    },
+}  # fmt: skip
+
+
+def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
+    from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
+    from fastppo_kernels.triton import rows as triton_rows
+    from rows import (
+        assert_gradient,
+        assert_statistic,
+        assert_statistics,
+        defined_statistics,
+        draw,
+    )
+
+    kind = options.get("rows")
+    wanted = options.get("upstream", (True, True, False))
+    g = torch.Generator().manual_seed(shape.vocab)
+    arguments = draw(
+        shape.n, shape.vocab, shape.dtype, seed=shape.vocab + 1, spread=options.get("spread", 3.0)
+    )
+    logits = arguments["logits"]
+    tokens = arguments["tokens"]
+    tokens[:2] = torch.tensor([0, shape.vocab - 1])
+    ref_logits = None
+    if wanted[2]:
+        ref_logits = logits + torch.randn(shape.n, shape.vocab, generator=g).to(shape.dtype)
+    changed(logits, tokens, kind)
+    if kind == "broken" and ref_logits is not None:
+        ref_logits[shape.n // 2] = -torch.inf
+        ref_logits[-1, 5] = torch.nan
+    temperatures = None
+    if options.get("temperature") == "per token":
+        temperatures = torch.rand(shape.n, generator=g) * 1.7 + 0.3
+    softmax = Softmax(temperatures=temperatures, softcap=options.get("softcap"))
+    if isinstance(options.get("temperature"), float):
+        softmax = softmax._replace(temperature=options["temperature"])
+    draws = torch.randn(3, shape.n, generator=g)
+    if kind == "peaked":  # of one sign at the token: terms that cancel would show their own errors
+        draws = draws.abs() * torch.tensor([1.0, -1.0, 1.0])[:, None]
+    if options.get("some"):
+        draws[:, ::2] = 0.0
+    upstream = StatsGradients(
+        draws[0] if wanted[0] else torch.zeros(shape.n),
+        draws[1] if wanted[1] else None,
+        draws[2] if wanted[2] else None,
+    )
+    want, want_grad = defined_statistics(logits, tokens, softmax, upstream, ref_logits)
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        x = shape.placed(logits, like)
+        ref = None if ref_logits is None else shape.placed(ref_logits, like)
+        stats = triton_rows.token_stats(x, tokens, softmax, ref_logits=ref)
+        grad = triton_rows.token_stats_backward(upstream, x, tokens, stats, softmax, ref_logits=ref)
+        return stats._asdict() | {"grad": grad}
+
+    for results in emulation.results(launch):
+        grad = results.found.pop("grad").flatten(0, -2)
+        got = StatsRows(**results.found)
+        if kind == "broken":
+            assert_statistic(got.normalizer, want.normalizer, "normalizer")
+            assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
+            # Of a row that is no distribution an infinite statistic says it as well as NaN.
+            got = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in got))
+            expected = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in want))
+            assert_statistics(got, expected)
+            whole = want_grad.flatten(0, -2).isfinite().all(-1)
+            assert not grad[~whole].isfinite().all(-1).any(), "a broken row's gradient"
+            assert_gradient(grad[whole], want_grad.flatten(0, -2)[whole])
+        else:
+            assert_statistics(got, want)
+            assert_gradient(grad, want_grad.flatten(0, -2))
+
+
+def scale_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
+    from fastppo_kernels.triton import rows as triton_rows
+    from rows import assert_gradient
+
+    x = torch.randn(shape.n, shape.vocab).to(shape.dtype)
+    factor = torch.tensor(options["factor"])
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        return {"x": triton_rows.scale_(shape.placed(x, like), like(factor))}
+
+    for results in emulation.results(launch):
+        want = x.double() * factor.double()
+        assert_gradient(results.found["x"].reshape(shape.n, -1), want, one_signed=True)
+
+
+# ------------------------------------------------------------------------------------ sequences
+
+LENGTHS = {
+    "one token": [1],
+    "a block": [256, 256, 256],
+    "around a block": [255, 256, 257, 0, 4],
+    "a chunk": [8192],
+    "around a chunk": [8191, 8193, 3],
+    "chunks": [20000, 8195],
+    "off 16 bytes": [1001, 1001],
+}
+
+SCANS: dict[str, dict[str, Any]] = {
+    "gae": {},
+    "gae, rewards, mask": {"rewards": True, "mask": True},
+    "gae, bootstrap, discounts by sequence": {"bootstrap": True, "discounts": True, "mask": True},
+    "gae, bf16": {"rewards": True, "dtype": torch.bfloat16},
+    "gae, packed": {"rewards": True, "mask": True, "packed": True},
+    "shaped, k1": {"shaping": "k1", "mask": True},
+    "shaped, k2, bootstrap": {"shaping": "k2", "bootstrap": True, "score_clip": 0.5},
+    "shaped, k3, rewards": {"shaping": "k3", "rewards": True, "mask": True},
+    "shaped, k3, packed": {"shaping": "k3", "mask": True, "packed": True},
+    "shaped, k1, packed, discounts": {
+        "shaping": "k1", "packed": True, "discounts": True, "bootstrap": True,
+    },
+    "shaped, k3, bf16": {"shaping": "k3", "dtype": torch.bfloat16, "mask": True},
+    "shaped, no reference": {"shaping": "none", "mask": True},
+    "packed and padded": {"shaping": "k3", "mask": True, "both": True},
+}  # fmt: skip
+
+
+def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation) -> None:
+    from fastppo_kernels import definition
+    from fastppo_kernels.records import Discounts, Shaping, Trajectory
+    from fastppo_kernels.triton import advantages as triton_advantages
+    from trajectories import assert_close, bounds, in_fp64, padded
+    from trajectories import packed as in_a_row
+
+    g = torch.Generator().manual_seed(sum(lengths))
+    dtype = options.get("dtype", torch.float32)
+
+    def drawn() -> list[Tensor]:
+        return [torch.randn(n, generator=g).to(dtype) for n in lengths]
+
+    values, rewards, logprobs, refs = drawn(), drawn(), drawn(), drawn()
+    masks = [torch.rand(n, generator=g) < 0.8 for n in lengths]
+    batch = len(lengths)
+    gammas, lams = torch.rand(2, batch, generator=g) * 0.1 + 0.9
+    bootstrap = torch.randn(batch, generator=g) if options.get("bootstrap") else None
+    scores = torch.randn(batch, generator=g)
+    discounts = Discounts(0.999, 0.97)
+    if options.get("discounts"):
+        discounts = discounts._replace(gammas=gammas, lams=lams)
+    width = max(lengths)
+
+    def records(packed: bool) -> tuple[Any, ...]:
+        arrange = in_a_row if packed else functools.partial(padded, length=width)
+        mask = arrange(masks) if options.get("mask") or not packed else None
+        trajectory = Trajectory(
+            arrange(values),
+            arrange(rewards) if options.get("rewards") else None,
+            mask if options.get("mask") or len(set(lengths)) > 1 else None,
+            bounds(lengths) if packed else None,
+            bootstrap,
+        )
+        if "shaping" not in options:
+            return trajectory, discounts
+        estimator = options["shaping"]
+        reference = None if estimator == "none" else arrange(refs)
+        shaping = Shaping(scores, arrange(logprobs), reference, 0.1)
+        if reference is not None:
+            shaping = shaping._replace(kl_estimator=estimator)
+        return trajectory, shaping._replace(score_clip=options.get("score_clip")), discounts
+
+    name = "shaped_advantages" if "shaping" in options else "gae"
+    operation = getattr(triton_advantages, name)
+    layouts = [False, True] if options.get("both") else [bool(options.get("packed"))]
+    all_found = []
+    for packed in layouts:
+        given = records(packed)
+        want = getattr(definition, name)(*map(in_fp64, given))
+
+        def launch(
+            like: Callable[..., Tensor], given: tuple[Any, ...] = given
+        ) -> dict[str, Tensor]:
+            guarded = [
+                type(record)(*(like(x) if isinstance(x, Tensor) else x for x in record))
+                for record in given
+            ]
+            return operation(*guarded)._asdict()
+
+        for results in emulation.results(launch):
+            for field, x in results.found.items():
+                assert_close(x, getattr(want, field), 1e-5)
+        all_found.append(results.found)
+    if len(layouts) == 2:
+        inside = padded([torch.ones_like(mask) for mask in masks], width)
+        for field in ("advantages", "returns"):
+            assert same_bits(all_found[0][field][inside], all_found[1][field]), field
+        for field in ("kl", "moments"):
+            assert same_bits(all_found[0][field], all_found[1][field]), field
+
+
+def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) -> None:
+    from fastppo_kernels import definition
+    from fastppo_kernels.triton import advantages as triton_advantages
+    from trajectories import assert_close
+
+    x = torch.randn(elements, dtype=torch.float64).to(options.get("dtype", torch.float32)) + 3
+    mask = torch.rand(elements) < 0.7 if options["mask"] else None
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        here = None if mask is None else like(mask)
+        moments = triton_advantages.whitening_moments(like(x), here)
+        white = triton_advantages.whiten(
+            like(x), here, moments=moments, shift_mean=options["shift_mean"]
+        )
+        return {"moments": moments, "white": white}
+
+    want = definition.whiten(x.double(), mask, shift_mean=options["shift_mean"])
+    for results in emulation.results(launch):
+        assert_close(results.found["moments"], definition.whitening_moments(x, mask), 1e-12)
+        assert_close(results.found["white"], want, 1e-5)
+
+
+# -------------------------------------------------------------------------------------- the cases
+
+
+def cases(group: str) -> Iterator[Case]:
+    """Every configuration at every shape; selected are those of a diagonal, on which each shape
+    and each configuration is met, and where terms cancel."""
+
+    def crossed(case: Callable[..., None], places: dict[str, Any], every: dict[str, Any]) -> Any:
+        for i, (what, options) in enumerate(every.items()):
+            for j, (where, place) in enumerate(places.items()):
+                run = functools.partial(case, place, options)
+                on_diagonal = (j - i) % len(places) in (0, 3, 6)[: options.get("shapes", 1)]
+                is_selected = on_diagonal or options.get("cancels_at") == where
+                yield Case(f"{group}: {what}; {where}", run, is_selected)
+
+    shapes = {shape.name: shape for shape in SHAPES}
+    if group == "loss":
+        yield from crossed(loss_case, shapes, LOSSES)
+    elif group == "statistics":
+        yield from crossed(statistics_case, shapes, STATISTICS)
+        what = "reference, soft-cap, peaked"
+        for shape in PEAKED_SHAPES:
+            run = functools.partial(statistics_case, shape, STATISTICS[what])
+            yield Case(f"{group}: {what}; {shape.name}", run, True)
+    elif group == "scans":
+        yield from crossed(scan_case, LENGTHS, SCANS)
+    else:
+        factors = {"scale by ⅓": {"factor": 1 / 3}, "scale by 1": {"factor": 1.0}}
+        yield from crossed(scale_case, {shape.name: shape for shape in SHAPES[:6]}, factors)
+        sizes = {str(n): n for n in (1, 8192, 8193, 20001)}
+        ways = {
+            f"whiten, mask={mask}, shift_mean={shift}": {"mask": mask, "shift_mean": shift}
+            for mask in (False, True)
+            for shift in (False, True)
+        }
+        yield from crossed(whiten_case, sizes, ways)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), metavar="|".join(GROUPS))
+    parser.add_argument("--all", action="store_true", help="every configuration at every shape")
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU; default: 90")
+    options = parser.parse_args(arguments)
+    folder = emulator()
+    if folder is None:
+        print("skipped: no emulator of PTX (FASTPPO_PTX_EMULATOR), or no g++")
+        return 0
+    sys.path[:0] = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    emulation = Emulation(options.capability)
+    begin = time.monotonic()
+    wrong = 0
+    for group in options.groups:
+        count = 0
+        for case in cases(group):
+            if options.all or case.is_selected:
+                torch.manual_seed(0)
+                count += 1
+                try:
+                    case.run(emulation)
+                except AssertionError as error:
+                    wrong += 1
+                    print(f"WRONG {case.name}: {error}", flush=True)
+                    traceback.print_exc(limit=-2)
+        print(f"{group}: {count} cases, {time.monotonic() - begin:.0f} s", flush=True)
+    ran: dict[str, list[float]] = {}
+    for program in emulation.session.programs.values():
+        ran.setdefault(program.name, []).append(program.covered())
+    for name, shares in sorted(ran.items()):
+        print(
+            f"{name}: {len(shares)} variants, {min(shares):.0%} to {max(shares):.0%} of their "
+            "instructions ran"
+        )
+    print(f"{wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

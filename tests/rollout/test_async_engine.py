@@ -1,0 +1,227 @@
+"""The next batch, drawn while this one is learned from: by which weights, and to which bits."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from environments import Calculator, Scripted
+from torch import Tensor
+
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.reward import RewardError
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
+from fastppo.rollout.async_engine import AsyncEngine
+from fastppo.stopped import Stopped
+from runs import counting, logprobs_of, make_trainer, records, weights_of
+
+OPTIONS: dict[str, Any] = {
+    "async_steps": 1,
+    "iterations": 4,
+    "learning_rate": 1e-2,
+    "checkpoint_interval": 2,
+}
+
+
+class Seen(NamedTuple):
+    """What an iteration learned from, and the policy before its update."""
+
+    prompt_ids: list[list[int]]
+    rollout: Rollout
+    experience: Experience
+    policy: Any
+
+
+def _seen(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """What the iterations of a run learn from, once it is run."""
+    seen: list[Seen] = []
+    make_experience = trainer.make_experience
+
+    def remember(prompt_ids: Any, rollout: Rollout, *args: Any) -> Any:
+        experience, metrics = make_experience(prompt_ids, rollout, *args)
+        policy = copy.deepcopy(trainer.model.causal_lm)
+        seen.append(Seen(prompt_ids, rollout, experience, policy))
+        return experience, metrics
+
+    monkeypatch.setattr(trainer, "make_experience", remember)
+    return seen
+
+
+def _logprobs(policy: Any, seen: Seen) -> Tensor:
+    return logprobs_of(policy, seen.prompt_ids, seen.rollout.tokens)
+
+
+def _slowed(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = engine.generate
+
+    def slowly(prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        time.sleep(0.5)
+        return generate(prompt_ids, sampling)
+
+    monkeypatch.setattr(engine, "generate", slowly)
+
+
+@pytest.mark.parametrize("old_logprobs", ["auto", "sampler"])
+def test_a_batch_is_of_the_weights_before_the_last_update_and_so_are_its_ratios(
+    old_logprobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, **OPTIONS, old_logprobs=old_logprobs)
+    seen = _seen(trainer, monkeypatch)
+    trainer.train()
+    for number, iteration in enumerate(seen):
+        assert iteration.rollout.sampler_logprobs is not None
+        sampled = torch.cat(iteration.rollout.sampler_logprobs)
+        drew = seen[max(0, number - 1)].policy
+        torch.testing.assert_close(sampled, _logprobs(drew, iteration), rtol=1e-4, atol=1e-4)
+        old = iteration.experience.old_logprobs
+        if old_logprobs == "sampler":
+            assert torch.equal(old, sampled)
+        else:
+            now = _logprobs(iteration.policy, iteration)
+            torch.testing.assert_close(old, now, rtol=1e-4, atol=1e-4)
+            weights = (old - sampled).exp().clamp(max=trainer.config.importance_cap)
+            torch.testing.assert_close(iteration.experience.importance_weights, weights)
+    last = seen[-1]
+    assert (_logprobs(last.policy, last) - _logprobs(seen[-2].policy, last)).abs().max() > 0.01
+
+
+def test_the_prompts_are_those_of_a_run_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for steps in (0, 1):
+        trainer = make_trainer(tmp_path / str(steps), **OPTIONS | {"async_steps": steps})
+        seen = _seen(trainer, monkeypatch)
+        trainer.train()
+        asked.append([iteration.prompt_ids for iteration in seen])
+    assert asked[0] == asked[1]
+
+
+def test_nothing_depends_on_whether_drawing_or_learning_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    for slow in ("nothing", "drawing"):
+        trainer = make_trainer(tmp_path / slow, **OPTIONS)
+        assert isinstance(trainer.engine, AsyncEngine)
+        if slow == "drawing":
+            _slowed(trainer.engine.engine, monkeypatch)
+        trainer.train()
+        weights.append(weights_of(trainer))
+    assert all(map(torch.equal, *weights))
+
+
+def _fail() -> None:
+    raise RuntimeError("enough")
+
+
+def _stop() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: Path) -> None:
+    options = {**OPTIONS, "lora_rank": lora_rank}
+    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[counting()])
+    uninterrupted.train()
+    parts = make_trainer(tmp_path / "parts", **options, rewards=[counting(3, _fail)])
+    with pytest.raises(RewardError, match="enough"):
+        parts.train()
+    resumed = make_trainer(tmp_path / "parts", **options, rewards=[counting()], resume=True)
+    resumed.train()
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
+    rewards = [
+        [line["reward"] for line in records(trainer)] for trainer in (uninterrupted, resumed)
+    ]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    uninterrupted = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[counting()])
+    uninterrupted.train()
+    parts = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[counting(1, _stop)])
+    with pytest.raises(Stopped, match="after 0 of 4"):
+        parts.train()
+    resumed = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[counting()], resume=True)
+    resumed.train()
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
+
+
+def test_a_run_that_fails_ends_what_is_drawn_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, **OPTIONS, rewards=[counting(1, _fail)])
+    assert isinstance(trainer.engine, AsyncEngine)
+    drawing = trainer.engine.engine
+    generate = drawing.generate
+    closed = threading.Event()
+
+    def wait(prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        if threading.current_thread() is threading.main_thread():
+            return generate(prompt_ids, sampling)
+        closed.wait()
+        raise RolloutError("closed")
+
+    monkeypatch.setattr(drawing, "generate", wait)
+    monkeypatch.setattr(drawing, "close", closed.set)
+    try:
+        with pytest.raises(RewardError, match="enough"):
+            trainer.train()
+        assert closed.is_set()
+    finally:
+        closed.set()
+
+
+def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> None:
+    """And after its update that of the next."""
+    engine = AsyncEngine(Scripted([[7, 1], [8, 1], [9, 1]]), vocabulary=10, longest=4)
+    sampling = Sampling(max_new_tokens=4)
+    for prompt in (3, 4):
+        engine.prepare([[prompt + 1]])
+        engine.generate([[prompt]], sampling)
+    assert engine.state_dict()["tokens"] == [[8, 1]]
+    engine.weights_changed(None)
+    state = engine.state_dict()
+    assert (state["prompt_ids"], state["tokens"]) == ([[5]], [[9, 1]])
+    resumed = AsyncEngine(Scripted([]), vocabulary=10, longest=4)
+    resumed.load_state_dict(state)
+    resumed.prepare([])
+    assert resumed.generate([[5]], sampling).tokens == [[9, 1]]
+
+
+def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
+    """And leaves what was drawn ahead alone, though it asks the same prompts."""
+    one_prompt = [{"prompt": "w1 w2"}]
+    options = {**OPTIONS, "prompts": one_prompt}
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    trainer = make_trainer(tmp_path / "evaluated", **options)
+    assert trainer.prompts is not None
+    evaluated = []
+
+    def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+        evaluated.append(trainer.evaluate(trainer.prompts.select([0] * 16)))
+        return {}
+
+    trainer.evaluation.after_update = evaluate  # type: ignore[method-assign]
+    trainer.train()
+    assert len(evaluated) == 4
+    assert all(map(torch.equal, weights_of(plain), weights_of(trainer)))
+    last = evaluated[-1]["rollout"]
+    seen = Seen([[4, 5]] * 16, last, None, None)  # type: ignore[arg-type]
+    expected = _logprobs(trainer.model.causal_lm, seen)
+    torch.testing.assert_close(torch.cat(last.sampler_logprobs), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_environment_that_is_passed_in_does_not_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="environment must be none"):
+        make_trainer(tmp_path, async_steps=1, environment=Calculator)

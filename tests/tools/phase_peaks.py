@@ -1,0 +1,159 @@
+"""What a process of a run holds, by phase as torch's CPU allocator reports it and by part."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tiny
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fastppo.models.sharding import reshard
+from fastppo.ppo.metrics import PhaseTimer
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+
+PROMPT, RESPONSE = 12, 4
+PREFIX = "phase/"
+
+
+def llama(**more: Any) -> LlamaConfig:
+    """Large enough for weights and activations to be all that counts."""
+    options = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return LlamaConfig(**(options | more))
+
+
+def options(tmp_path: Path, **more: Any) -> PPOConfig:
+    """A run whose responses are all as long as they may be, on a model that has a config alone."""
+    llama().save_pretrained(tmp_path / "model")
+    return PPOConfig(
+        **{
+            "model": str(tmp_path / "model"),
+            "output_dir": str(tmp_path / "run"),
+            "device": "cpu",
+            "rollout_batch_size": 16,
+            "max_new_tokens": RESPONSE,
+            "stop_token_ids": [],
+            "ppo_epochs": 1,
+            "minibatches": 1,
+            "microbatch_size": 8,
+            **more,
+        }
+    )
+
+
+class Measured(NamedTuple):
+    """Bytes of one process."""
+
+    peaks: dict[str, int]
+    """By phase, the most that is held in two iterations."""
+    parts: dict[str, int]
+    """By part, what lasts from one iteration to the next."""
+
+
+class RecordedPhases(PhaseTimer):
+    """Names the phases of an iteration in a profile."""
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        with super().__call__(phase), record_function(PREFIX + phase):
+            yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    gc.collect()  # or what an earlier test left is given back during this one
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def measured(config: PPOConfig) -> Measured:
+    """A run of two iterations, as this process sees it.
+
+    The profiler does not see what other threads release: where gloo's have to, a peak is too high.
+    Without oneDNN, which borrows room for a product according to the CPU's instruction set.
+    """
+    with (
+        _without_onednn(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        torch.manual_seed(0)
+        dtype = getattr(torch, config.param_dtype)
+        trainer = PPOTrainer(
+            config,
+            model=AutoModelForCausalLM.from_config(llama(), dtype=dtype),
+            tokenizer=tiny.tokenizer(),
+            # Different ones: of the same prompt several rows are read once.
+            prompts=[
+                {"prompt": " ".join([f"w{1 + row}"] * PROMPT)}
+                for row in range(config.rollout_batch_size)
+            ],
+            rewards=[tiny.count_w7],
+            console=Console(quiet=True),
+        )
+        assert trainer.prompts is not None
+        for _ in range(2):  # the optimiser's states are there from the second rollout on
+            trainer.iterate(trainer.prompts, config, RecordedPhases())
+    return Measured(_peaks(profiled), _parts(trainer))
+
+
+def _peaks(profiled: profile) -> dict[str, int]:
+    assert profiled.profiler is not None
+    assert profiled.profiler.kineto_results is not None
+    events: list[Any] = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    times = [time for time, _ in changes]
+    held = torch.tensor([size for _, size in changes]).cumsum(0).tolist()
+    peaks: dict[str, int] = {}
+    for event in events:
+        if event.name().startswith(PREFIX):
+            begin, end = bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns())
+            name = event.name().removeprefix(PREFIX)
+            peaks[name] = max([peaks.get(name, 0), *held[begin - 1 : end]])
+    return peaks
+
+
+def _parts(trainer: PPOTrainer) -> dict[str, int]:
+    reshard(trainer.model)
+    policy = trainer.model.causal_lm
+    value_function = trainer.model.value_function
+    states = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    moments = trainer.state.value_regression
+    weights = {id(weight) for weight in trainer.optimizer.weights}
+    reference = trainer.reference.frozen if trainer.reference is not None else None
+    parts: dict[str, list[Any]] = {
+        "policy weights": [*policy.parameters(), *policy.buffers()],
+        "value function": [*value_function.parameters(), *([moments.moments] if moments else [])],
+        "reference": [] if reference is None else [*reference.parameters(), *reference.buffers()],
+        "fp32 masters": [x for x in trainer.optimizer.masters if id(x) not in weights],
+        "optimiser states": states,
+    }
+    return {name: _bytes(tensors) for name, tensors in parts.items()}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    return sum(x.numel() * x.itemsize for x in local)
