@@ -1,7 +1,6 @@
 """What docs/studies.md and docs/ppo.md report, one file a study:
 
     python -m benchmarks.studies.critic runs/critic
-    python -m benchmarks.studies.overoptimization runs/overoptimization
     python -m benchmarks.studies.race runs/race fastppo
 
 Each trains on CPUs with several seeds, prints its table in Markdown and draws its picture into the

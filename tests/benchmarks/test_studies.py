@@ -103,7 +103,6 @@ def test_the_curves_that_are_kept_give_the_rewards_on_the_page(
     [
         ("critic", [], ["| critic, closed form |", "| GRPO |", "form, ahead of |", "| seeds lost"]),
         ("critic", ["--task", "key-and-door"], ["| RLOO |", "PPO: correlation of the advant"]),
-        ("overoptimization", [], ["| β = 0.08 |"]),
     ],
 )
 def test_a_quick_study_prints_its_table_draws_and_is_not_run_again(
