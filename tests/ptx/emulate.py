@@ -1,28 +1,29 @@
-"""Runs a project's Triton launchers on CPU tensors, through the PTX that Triton compiles for a GPU.
+"""Run Triton launchers on CPU tensors by executing the PTX that Triton compiles for a GPU.
 
     session = Session(capability=90)
     with session.running(Schedule(sched=2, seed=7)):
         rows = triton_rows.ppo_loss(…CPU tensors…)
-    session.findings, session.coverage(), session.never_written(rows.grad)
+    session.findings, session.shadow(rows.grad)
 
-The launchers decide everything as they would on a GPU: types, alignments, tiles, grid. What
-`torch.empty` and its like give them is poisoned, guarded on both sides, and known to be unwritten.
+The launchers choose types, alignment, tiles and grid as on a GPU. While a session runs,
+`torch.empty` and its variants return poisoned, guarded memory that is marked as unwritten.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import struct
 import subprocess
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 os.environ.pop("TRITON_INTERPRET", None)
-# Cubins are not made: the cache must not be shared with anyone who wants them.
+# No cubins are built, so the cache is not shared with real launches.
 os.environ["TRITON_CACHE_DIR"] = os.environ.get(
     "PTX_CACHE", str(Path.home() / ".cache" / "ptx-emulator")
 )
@@ -36,12 +37,17 @@ from triton.compiler.compiler import CompiledKernel  # noqa: E402
 
 
 class Schedule(NamedTuple):
-    """sched: 0 warps in order, each until a barrier; 1 in reverse; 2 a random one for up to
-    `quantum` instructions. programs: 0 in order, 1 in reverse, 2 shuffled. perturb: a seed for the
-    documented errors of the approximate instructions, 0 for none. late: cp.async and wgmma take
-    place when they are waited for, else when they are issued. fuse: an unrounded multiply and the
-    add that takes it are one multiply-add, as ptxas may make them. down: of lanes that store to one
-    address in one instruction the lowest is last, else the highest: CUDA defines neither."""
+    """The order of execution and the rounding of one run.
+
+    sched: 0 runs the warps in order, each up to a barrier; 1 in reverse; 2 at random, each for up
+        to `quantum` instructions.
+    programs: 0 in order, 1 in reverse, 2 shuffled.
+    perturb: seed of the documented errors of the approximate instructions; 0 for none.
+    late: cp.async and wgmma take effect when they are waited for, otherwise when they are issued.
+    fuse: contract a multiply and the dependent add into one multiply-add, as ptxas may do.
+    down: when several lanes store to one address, the lowest lane wins, otherwise the highest.
+        CUDA defines neither.
+    """
 
     sched: int = 0
     seed: int = 1
@@ -53,72 +59,88 @@ class Schedule(NamedTuple):
     down: bool = False
 
 
+IN_ORDER = Schedule()
+
+
 class _Config(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in
-                ("nwarps", "shared", "sched", "seed", "order", "perturb", "lazy", "fuse",
-                 "gx", "gy", "gz", "quantum", "down", "spare")] + [("max_steps", ctypes.c_uint64)]  # fmt: skip
+    """`Config` in core.cpp."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "nwarps", "shared", "sched", "seed", "order", "perturb", "lazy", "fuse",
+                "gx", "gy", "gz", "quantum", "down", "spare",
+            )
+        ),
+        ("max_steps", ctypes.c_uint64),
+    )  # fmt: skip
 
 
+@functools.cache
 def _core() -> ctypes.CDLL:
+    """Compile core.cpp, or load the cached library."""
     source = HERE / "core.cpp"
-    place = Path(os.environ["TRITON_CACHE_DIR"])
-    place.mkdir(parents=True, exist_ok=True)
-    binary = place / f"core-{source.stat().st_mtime_ns}.so"
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    cache.mkdir(parents=True, exist_ok=True)
+    binary = cache / f"core-{source.stat().st_mtime_ns}.so"
     if not binary.exists():
-        subprocess.run(
-            ["g++", "-O2", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC",
-             "-o", str(binary), str(source)], check=True,
-        )  # fmt: skip
+        options = ["-O2", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
+        subprocess.run(["g++", *options, "-o", str(binary), str(source)], check=True)
     core = ctypes.CDLL(str(binary))
-    core.emu_load.restype = core.emu_mem.restype = ctypes.c_void_p
-    core.emu_load.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    core.emu_reports.restype = core.emu_error.restype = ctypes.c_char_p
-    core.emu_reports.argtypes = core.emu_error.argtypes = [ctypes.c_void_p]
-    core.emu_mem_add.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
-    core.emu_mem_taint.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-    ]
-    core.emu_mem_clear.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]
-    core.emu_mem_free.argtypes = [ctypes.c_void_p]
-    core.emu_coverage.argtypes = [ctypes.c_void_p] * 4
-    core.emu_launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(_Config),
-                                ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]  # fmt: skip
+    pointer, size = ctypes.c_void_p, ctypes.c_uint64
+    for name, result, arguments in (
+        ("emu_load", pointer, [ctypes.c_char_p, ctypes.c_int]),
+        ("emu_mem", pointer, []),
+        ("emu_reports", ctypes.c_char_p, [pointer]),
+        ("emu_error", ctypes.c_char_p, [pointer]),
+        ("emu_mem_add", None, [pointer, size, size, ctypes.c_int]),
+        ("emu_mem_taint", None, [pointer, size, size, pointer]),
+        ("emu_mem_free", None, [pointer]),
+        ("emu_coverage", None, [pointer] * 4),
+        (
+            "emu_launch",
+            None,
+            [pointer, pointer, ctypes.POINTER(_Config), ctypes.c_char_p, ctypes.c_int, pointer],
+        ),
+    ):
+        function = getattr(core, name)
+        function.restype = result
+        function.argtypes = arguments
     return core
 
 
 class Program:
-    """One compiled kernel, and what of it has run."""
+    """A compiled kernel and its coverage."""
 
-    def __init__(self, core: ctypes.CDLL, kernel: Any, rewrite: Any = None) -> None:
-        self.core, self.ptx = core, kernel.asm["ptx"]
-        self.parsed = ptx_parser.parse(self.ptx)
-        if rewrite is not None:
-            self.parsed = self.parsed._replace(rows=rewrite(self.parsed))
-        self.name, self.num_warps = self.parsed.name, kernel.metadata.num_warps
+    def __init__(self, core: ctypes.CDLL, kernel: Any) -> None:
+        self.core = core
+        self.parsed = ptx_parser.parse(kernel.asm["ptx"])
+        self.name = self.parsed.name
+        self.num_warps = kernel.metadata.num_warps
         self.shared = kernel.metadata.shared
         self.handle = core.emu_load("\n".join(self.parsed.rows).encode(), self.parsed.registers)
         error = core.emu_error(self.handle).decode()
         if error:
             raise ValueError(error)
 
-    def counts(self) -> tuple[list[int], list[int], list[int]]:
+    def never_run(self) -> list[int]:
+        """Return the indices of the instructions that never ran."""
         n = len(self.parsed.rows)
-        runs, lanes = (ctypes.c_uint64 * n)(), (ctypes.c_uint64 * n)()
+        runs = (ctypes.c_uint64 * n)()
+        lanes = (ctypes.c_uint64 * n)()
         ways = (ctypes.c_uint8 * n)()
         self.core.emu_coverage(self.handle, runs, lanes, ways)
-        return list(runs), list(lanes), list(ways)
-
-    def never_run(self) -> list[int]:
-        return [i for i, runs in enumerate(self.counts()[0]) if not runs]
+        return [i for i, count in enumerate(runs) if not count]
 
     def covered(self) -> float:
+        """Return the share of instructions that ran."""
         return 1 - len(self.never_run()) / len(self.parsed.rows)
 
 
 class Finding(NamedTuple):
+    """A kind of defect at one instruction, with its number of occurrences and the first one."""
+
     kernel: str
     kind: str
     count: int
@@ -129,23 +151,21 @@ class Finding(NamedTuple):
 
 
 class Session:
-    """Memory and kernels of some launches."""
+    """The memory, kernels and findings of a series of launches."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability
-        self.core = _CORE
+        self.core = _core()
         self.schedule = Schedule()
-        self.full = True
         self.max_steps = 2 * 10**9
-        self.rewrite: Any = None  # of the instructions of a kernel, for selfcheck.py
         self.findings: list[Finding] = []
         self.programs: dict[str, Program] = {}
-        self.stats = (ctypes.c_uint64 * 4)()  # instructions, reads and writes past ends, splits
-        self.launches = 0
+        self.stats = (ctypes.c_uint64 * 4)()
+        """Instructions, reads out of bounds, writes out of bounds, divergent branches."""
         self.fresh()
 
     def fresh(self) -> None:
-        """Forgets memory; programs and their coverage stay."""
+        """Discard the memory. Programs and their coverage are kept."""
         if hasattr(self, "memory"):
             self.core.emu_mem_free(self.memory)
         self.memory = self.core.emu_mem()
@@ -158,7 +178,7 @@ class Session:
     def tensor(
         self, shape: Any, dtype: torch.dtype, *, unwritten: bool = False, skip: int = 0
     ) -> torch.Tensor:
-        """Guarded on both sides; begins `skip` elements behind a boundary of 512 bytes."""
+        """Return a guarded tensor that starts `skip` elements after a 512-byte boundary."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         count = 1
         for size in shape:
@@ -173,23 +193,25 @@ class Session:
         return x
 
     def like(self, x: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        """Copy a tensor into guarded memory."""
         return self.tensor(x.shape, x.dtype, skip=skip).copy_(x)
 
     def _register(self, x: torch.Tensor) -> None:
         address = x.data_ptr()
-        for base, (size, unwritten) in self._guarded.items():
-            if base <= address < base + size:
+        storage = x.untyped_storage()
+        base, size, unwritten = storage.data_ptr(), storage.nbytes(), False
+        for start, (length, is_unwritten) in self._guarded.items():
+            if start <= address < start + length:
+                base, size, unwritten = start, length, is_unwritten
                 break
         else:
-            storage = x.untyped_storage()
-            base, size, unwritten = storage.data_ptr(), storage.nbytes(), False
             self._held.append(storage)
         if base not in self._known and size:
             self._known.add(base)
             self.core.emu_mem_add(self.memory, base, size, int(unwritten))
 
     def shadow(self, x: torch.Tensor) -> tuple[int, int]:
-        """(bytes of a dense tensor that nothing has written, bytes that came of a race)."""
+        """Return how many bytes of a dense tensor are unwritten, and how many come from a race."""
         n = x.numel() * x.element_size()
         out = (ctypes.c_uint8 * n)()
         self._register(x)
@@ -201,14 +223,16 @@ class Session:
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         if kernel.hash not in self.programs:
-            self.programs[kernel.hash] = Program(self.core, kernel, self.rewrite)
+            self.programs[kernel.hash] = Program(self.core, kernel)
         program = self.programs[kernel.hash]
         flat: list[tuple[str, Any]] = []
         for kind, value in zip(kernel.src.signature.values(), args, strict=True):
             _flatten(kind, value, flat)
         parameters = program.parsed.parameters
         if len(flat) + 2 != len(parameters):
-            raise ValueError(f"{program.name}: {len(flat)} operands, {len(parameters)} parameters")
+            raise ValueError(
+                f"{program.name}: expected {len(parameters) - 2} operands, got {len(flat)}"
+            )
         block = bytearray(program.parsed.parameter_bytes)
         for (kind, value), place in zip(flat, parameters, strict=False):
             if kind.startswith("*"):
@@ -222,12 +246,13 @@ class Session:
             assert len(data) == place.size, (kind, place)
             block[place.offset : place.offset + place.size] = data
         s = self.schedule
-        config = _Config(program.num_warps, program.shared, s.sched, s.seed, s.programs, s.perturb,
-                         int(s.late), int(s.fuse), *grid, s.quantum, int(s.down), 0, self.max_steps)  # fmt: skip
+        config = _Config(
+            program.num_warps, program.shared, s.sched, s.seed, s.programs, s.perturb,
+            int(s.late), int(s.fuse), *grid, s.quantum, int(s.down), 0, self.max_steps,
+        )  # fmt: skip
         self.core.emu_launch(
             program.handle, self.memory, ctypes.byref(config), bytes(block), len(block), self.stats
         )
-        self.launches += 1
         for line in self.core.emu_reports(program.handle).decode().splitlines():
             kind, pc, count, first = line.split("\t")
             at = int(pc)
@@ -237,8 +262,8 @@ class Session:
             )
 
     @contextlib.contextmanager
-    def running(self, schedule: Schedule = Schedule()) -> Any:
-        """Launches inside are emulated."""
+    def running(self, schedule: Schedule = IN_ORDER) -> Iterator[Session]:
+        """Emulate the launches inside this context."""
         self.schedule = schedule
         _activate(self)
         try:
@@ -255,22 +280,21 @@ def _flatten(kind: Any, value: Any, into: list[tuple[str, Any]]) -> None:
         into.append((kind, value))
 
 
-# ------------------------------------------------------------------------ in Triton's and torch's place
+# ---------------------------------------------------------------- stand-ins for Triton and torch
 
 _EMPTY, _EMPTY_LIKE, _NEW_EMPTY = torch.empty, torch.empty_like, torch.Tensor.new_empty
-_CORE = _core()
 _ACTIVE: Session | None = None
 _DRIVERS: dict[int, Any] = {}
 
 
 class _Driver:
-    """What Triton asks a driver for."""
+    """The part of Triton's driver interface that a launch uses."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return self.target.arch  # so that kernels are cached by it
+        return self.target.arch  # the key of Triton's cache of kernels
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -336,11 +360,4 @@ def _init_handles(kernel: CompiledKernel) -> None:
 
 
 CompiledKernel._init_handles = _init_handles
-CUDABackend.make_cubin = lambda self, src, metadata, opt, capability: b"none"  # PTX is enough
-
-
-def summary(findings: list[Finding]) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
-    for each in findings:
-        found[each.kind] += each.count
-    return dict(found)
+CUDABackend.make_cubin = lambda self, src, metadata, opt, capability: b"none"

@@ -1,29 +1,27 @@
-"""The compiled kernels without a GPU: an emulator executes the PTX that Triton makes for one.
+"""Execute the compiled Triton kernels without a GPU and compare them with the definition.
 
     python tests/ptx/emulated.py [--all] [--capability 90] [loss statistics scans others]
 
-The emulator is no part of this repository: it is looked for in the folder that FASTPPO_PTX_EMULATOR
-names, by default `../shared/ptx` beside the repository, and needs g++. The launchers run on CPU
-tensors, decide all that they decide on a GPU, and their PTX is executed with a program counter per
-lane. Each case runs under several orders of programs, warps and stores, and must
+The launchers run on CPU tensors, and `emulate.py` executes the PTX that Triton compiles for them.
+Each case runs under several orders of programs, warps and stores, and must
 
-- agree with the definition in fp64, by the tolerances of `rows.py`;
-- give the same bits under every order, whether or not ptxas makes one instruction of a product and
-  the sum that takes it, and right ones with the errors that the hardware's functions may have (in
-  two cases whose terms cancel, by what those errors make of the exact gradient: "cancels_at");
-- read and write inside its tensors, aligned; write every byte of its results; let no byte that is
-  unwritten or read in a race reach one; store one value where several lanes store to one place.
+- agree with the definition in fp64, within the tolerances of `tests/rows.py`;
+- give the same bits under every order, with and without contraction of multiply and add, and
+  correct results with the hardware's documented errors of approximate instructions (two cases with
+  cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
+- read and write inside its tensors, aligned; write every byte of its results; let no unwritten or
+  racy byte reach a result; store one value where several lanes store to one address.
 
-By default a selection: every kernel, every configuration and every shape, at three shapes what has
-been wrong, and the two cases that cancel; --all is every configuration at every shape. What no
-emulator shows: registers, time, and a weaker order of memory than the barriers'.
+The default selection covers every kernel, configuration and shape, each known past defect at three
+shapes, and the two cases with cancelling terms. `--all` runs every configuration at every shape.
+The emulator does not model registers, time, or memory orders weaker than barriers.
 """
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 import argparse
 import functools
-import os
 import shutil
 import sys
 import time
@@ -32,36 +30,60 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+ROOT = Path(__file__).resolve().parents[2]
+# The checkout, even if another version is installed.
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-ROOT = Path(__file__).resolve().parent.parent
+import emulate
+import torch
+from fastppo_kernels import definition
+from fastppo_kernels.records import (
+    Discounts,
+    Shaping,
+    Softmax,
+    StatsGradients,
+    StatsRows,
+    Trajectory,
+)
+from fastppo_kernels.triton import advantages as triton_advantages
+from fastppo_kernels.triton import rows as triton_rows
+from fastppo_kernels.triton import scale as triton_scale
+from fastppo_kernels.triton import views as triton_views
+from rows import (
+    assert_gradient,
+    assert_loss,
+    assert_statistic,
+    assert_statistics,
+    defined_statistics,
+    draw,
+    in_fp64,
+    logprobs_of,
+    operands,
+)
+from torch import Tensor
+from trajectories import assert_close, bounds, padded
+from trajectories import in_fp64 as record_in_fp64
+from trajectories import packed as in_a_row
+
 GROUPS = ("loss", "statistics", "scans", "others")
 
-
-def emulator() -> Path | None:
-    """Its folder, None where there is none that could run."""
-    folder = ROOT / os.environ.get("FASTPPO_PTX_EMULATOR", "../shared/ptx")
-    return folder if (folder / "emulate.py").exists() and shutil.which("g++") else None
-
-
 HARMLESS = "write after write of the same byte"
-"""Layouts are replicated: several warps store one value."""
+"""Layouts are replicated: several warps store the same value."""
 
 NEIGHBOURS = ("global race of programs", "global read of what another program wrote")
-"""Of rows in place that lie off 16 bytes: their first and last 16 bytes are their neighbours', too;
-they are read and not used, which the results' `raced` bytes show."""
+"""Expected for in-place rows that are not 16-byte aligned. The first and last 16 bytes of a row are
+shared with its neighbours and are read but not used: the results' `raced` count stays 0."""
 
 
 class Results(NamedTuple):
-    """Of a launch, under one kind of rounding."""
+    """The results of a launch under one kind of rounding."""
 
     found: dict[str, Tensor]
     has_hardware_errors: bool
 
 
 class Case(NamedTuple):
-    """One call of a launcher, or two."""
+    """A named check of one launcher."""
 
     name: str
     run: Callable[[Emulation], None]
@@ -69,13 +91,9 @@ class Case(NamedTuple):
 
 
 class Emulation:
-    """One case after the other, each under every order."""
+    """Runs each case under every order."""
 
     def __init__(self, capability: int) -> None:
-        import emulate
-        from fastppo_kernels.triton import scale as triton_scale
-        from fastppo_kernels.triton import views as triton_views
-
         order = emulate.Schedule
         orders = [
             order(),
@@ -86,7 +104,7 @@ class Emulation:
         fused = [order(fuse=True), order(fuse=True, sched=1, down=True)]
         self.same_bits = [orders, fused, [order(perturb=5)]]
         self.session = emulate.Session(capability)
-        # A few multiprocessors, so that a program has several rows and there are several programs.
+        # Two multiprocessors, so that there are several programs with several rows each.
         for module in (triton_views, triton_scale):
             module.device_limits = lambda device: (2, 2**26)
 
@@ -96,8 +114,10 @@ class Emulation:
         *,
         in_place: bool = False,
     ) -> Iterator[Results]:
-        """What `launch` returns under each kind of rounding, after its checks. `launch` is given
-        the function that puts a tensor into guarded memory."""
+        """Yield the checked results of `launch` for each kind of rounding.
+
+        `launch` takes the function that copies a tensor into guarded memory.
+        """
         for schedules in self.same_bits:
             first: dict[str, Tensor] = {}
             for schedule in schedules:
@@ -120,12 +140,12 @@ class Emulation:
 
 
 def rows_of(x: Tensor) -> list[Tensor]:
-    """The dense rows of a view."""
+    """Return the dense rows of a view."""
     return [row for part in x for row in (part if x.dim() == 3 else part[None])]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN."""
+    """Compare bit for bit; NaN equals NaN."""
     return torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(
         a.nan_to_num(0.0, 1.0, -1.0), b.nan_to_num(0.0, 1.0, -1.0)
     )
@@ -135,7 +155,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class Shape(NamedTuple):
-    """Rows logits[:, skip:]; with `is_cut` logits[:, :-1] of [n/2, 3, V]: the gradient is dense."""
+    """Rows logits[:, skip:], or logits[:, :-1] of [n/2, 3, V] with `is_cut`."""
 
     name: str
     n: int
@@ -154,7 +174,7 @@ class Shape(NamedTuple):
         return like(whole)[:, :-1]
 
 
-# A row has a program of 4, 8 or 16 warps by its bytes (`programs.TABLE`).
+# A row gets a program of 4, 8 or 16 warps depending on its bytes (`programs.TABLE`).
 SHAPES = (
     Shape("short", 7, 1024),
     Shape("short, fp32, off 16 bytes", 5, 2061, torch.float32),
@@ -170,7 +190,7 @@ PEAKED_SHAPES = tuple(
     Shape(f"seven rows, fp32, V = {vocab}", 7, vocab, torch.float32)
     for vocab in (2061, 6675, 33001)
 )
-"""Where the token is 8 to 14 nats above the others, a nat a row."""
+"""The token is 8 to 14 nats above the others, one more per row."""
 
 LOSSES: dict[str, dict[str, Any]] = {
     "bare": {},
@@ -180,8 +200,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "k3 times the ratio, importance weights": {
         "kl_coef": 0.1, "kl_ratio_weighted": True, "importance_weights": True,
         "temperature": "per token",
-        # Policy term and KL leave a 16th of each other in one row; in another the KL is alone, and
-        # the logprob, −25, is all but the reference's.
+        # In one row policy term and KL cancel down to a sixteenth. In another the KL is the only
+        # term, and the logprob, −25, almost equals the reference's.
         "cancels_at": "short, fp32, off 16 bytes",
     },
     "no gradient, no clip": {
@@ -199,31 +219,30 @@ LOSSES: dict[str, dict[str, Any]] = {
     "full KL, only reported": {"kl_estimator": "full", "kl_coef": 0.0, "need_grad": False},
     "full KL, soft-cap": {
         "kl_estimator": "full", "kl_coef": 0.3, "softcap": 15.0,
-        # The likeliest column's t − r is the mean one but for a few hundredths.
+        # The likeliest column's t − r differs from the mean by a few hundredths.
         "cancels_at": "long, fp32, off 16 bytes",
     },
     "columns ruled out": {"entropy_coef": 0.05, "rows": "masked"},
-    # Without entropy, whose gradient is 0 in a constant row: fp64's rounding would be the measure.
+    # Without entropy: its gradient is 0 in a constant row, and fp64's rounding would be tested.
     "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
 }  # fmt: skip
 
 
 def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tensor:
-    """[N, V], how far the errors that the hardware's functions may have move the exact gradient, to
-    first order; `given` and `want` in fp64. For the shape that "cancels_at" names, where that is
-    more than `rows.py` allows.
+    """Return [N, V], the first-order effect of the hardware's errors on the exact gradient.
 
-    ex2, rsqrt and a division are off by up to 2 units in the last place, which are u = 2⁻²² of the
-    value; a logarithm is a polynomial, which only rounds. A sum is off by u, as its exponentials
-    are, and by u more where its maximum last rose: what stood before was multiplied by another one
-    (what stood before earlier rises weighs less). The division that forms 1/T takes all scores
-    along: a logprob is off by u·(2 + |logprob| + entropy). A soft-cap adds 2u·softcap/T a score, as
-    tanh = 1 − 2e/(1 + e) with e/(1 + e) < 0.23 off by 3u of itself, and a logprob is the difference
-    of two. The derivative by the logprob is then that of a logprob which is off by so much. A
-    column's t − r − γ is one of four scores, whose mean γ is off by 2u of what it is the mean of.
+    Used for the shape named by "cancels_at", where this exceeds the tolerance of `rows.py`. `given`
+    and `want` are in fp64.
+
+    ex2, rsqrt and division are off by up to 2 units in the last place, u = 2⁻²² relative. A
+    logarithm is a polynomial and only rounds. A sum is off by u like its exponentials, and by
+    u more at the last rise of its maximum, which multiplies the earlier part (earlier rises weigh
+    less). The division 1/T affects all scores: a logprob is off by u·(2 + |logprob| + entropy). A
+    soft-cap adds 2u·softcap/T to a score, since tanh = 1 − 2e/(1 + e) and e/(1 + e) < 0.23 is off
+    by 3u relative; a logprob is the difference of two scores. The derivative by the logprob is then
+    that of the perturbed logprob. A column's t − r − γ consists of four scores, and the mean γ is
+    off by 2u of the mean of |t − r − γ|.
     """
-    from fastppo_kernels import definition
-
     unit = 2.0**-22
     softmax = given.softmax
     temperature = softmax.temperature if softmax.temperatures is None else softmax.temperatures
@@ -251,7 +270,7 @@ def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tens
 
 
 def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
-    """In place: what is not plain about the rows."""
+    """Change the rows in place to a special kind."""
     if kind == "masked":
         logits[0, : logits.shape[1] // 2] = -torch.inf
         tokens[0] = logits.shape[1] - 1
@@ -272,10 +291,6 @@ def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
 
 
 def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels import definition
-    from fastppo_kernels.triton import rows as triton_rows
-    from rows import assert_loss, draw, in_fp64, logprobs_of, operands
-
     options = dict(options)
     cancels_at = options.pop("cancels_at", None)
     some_weights = options.pop("some_weights", False)
@@ -356,16 +371,6 @@ STATISTICS: dict[str, dict[str, Any]] = {
 
 
 def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
-    from fastppo_kernels.triton import rows as triton_rows
-    from rows import (
-        assert_gradient,
-        assert_statistic,
-        assert_statistics,
-        defined_statistics,
-        draw,
-    )
-
     kind = options.get("rows")
     wanted = options.get("upstream", (True, True, False))
     g = torch.Generator().manual_seed(shape.vocab)
@@ -413,7 +418,7 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
         if kind == "broken":
             assert_statistic(got.normalizer, want.normalizer, "normalizer")
             assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
-            # Of a row that is no distribution an infinite statistic says it as well as NaN.
+            # For a row without a distribution, infinite and NaN statistics are both correct.
             got = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in got))
             expected = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in want))
             assert_statistics(got, expected)
@@ -426,9 +431,6 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
 
 
 def scale_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels.triton import rows as triton_rows
-    from rows import assert_gradient
-
     x = torch.randn(shape.n, shape.vocab).to(shape.dtype)
     factor = torch.tensor(options["factor"])
 
@@ -472,12 +474,6 @@ SCANS: dict[str, dict[str, Any]] = {
 
 
 def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels import definition
-    from fastppo_kernels.records import Discounts, Shaping, Trajectory
-    from fastppo_kernels.triton import advantages as triton_advantages
-    from trajectories import assert_close, bounds, in_fp64, padded
-    from trajectories import packed as in_a_row
-
     g = torch.Generator().manual_seed(sum(lengths))
     dtype = options.get("dtype", torch.float32)
 
@@ -520,7 +516,7 @@ def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation)
     all_found = []
     for packed in layouts:
         given = records(packed)
-        want = getattr(definition, name)(*map(in_fp64, given))
+        want = getattr(definition, name)(*map(record_in_fp64, given))
 
         def launch(
             like: Callable[..., Tensor], given: tuple[Any, ...] = given
@@ -544,10 +540,6 @@ def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation)
 
 
 def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) -> None:
-    from fastppo_kernels import definition
-    from fastppo_kernels.triton import advantages as triton_advantages
-    from trajectories import assert_close
-
     x = torch.randn(elements, dtype=torch.float64).to(options.get("dtype", torch.float32)) + 3
     mask = torch.rand(elements) < 0.7 if options["mask"] else None
 
@@ -569,8 +561,11 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
 
 
 def cases(group: str) -> Iterator[Case]:
-    """Every configuration at every shape; selected are those of a diagonal, on which each shape
-    and each configuration is met, and where terms cancel."""
+    """Yield every configuration at every shape.
+
+    The selection is a diagonal that meets each shape and each configuration, and the cases with
+    cancelling terms.
+    """
 
     def crossed(case: Callable[..., None], places: dict[str, Any], every: dict[str, Any]) -> Any:
         for i, (what, options) in enumerate(every.items()):
@@ -604,16 +599,16 @@ def cases(group: str) -> Iterator[Case]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("groups", nargs="*", default=list(GROUPS), metavar="|".join(GROUPS))
     parser.add_argument("--all", action="store_true", help="every configuration at every shape")
-    parser.add_argument("--capability", type=int, default=90, help="of the GPU; default: 90")
+    parser.add_argument(
+        "--capability", type=int, default=90, help="compute capability; default: 90"
+    )
     options = parser.parse_args(arguments)
-    folder = emulator()
-    if folder is None:
-        print("skipped: no emulator of PTX (FASTPPO_PTX_EMULATOR), or no g++")
+    if not shutil.which("g++"):
+        print("skipped: the emulator needs g++")
         return 0
-    sys.path[:0] = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
     emulation = Emulation(options.capability)
     begin = time.monotonic()
     wrong = 0

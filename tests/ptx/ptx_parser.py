@@ -1,4 +1,7 @@
-"""PTX text to the lines that core.cpp reads: registers numbered, labels and parameters resolved."""
+"""Translate PTX into the lines that core.cpp reads.
+
+Registers are numbered; labels and parameters are resolved.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
 class Parameter(NamedTuple):
+    """A kernel parameter and its place in the parameter block, bytes."""
+
     kind: str  # u64, f32, …
     pointer: bool
     offset: int
@@ -18,12 +23,14 @@ class Parameter(NamedTuple):
 
 
 class Parsed(NamedTuple):
+    """A kernel as core.cpp reads it, with the origin of each instruction."""
+
     name: str
     parameters: list[Parameter]
     parameter_bytes: int
     rows: list[str]  # one instruction each, as core.cpp reads it
     registers: int
-    text: list[str]  # the instruction as it stands in the PTX
+    text: list[str]  # the instruction in the PTX
     ptx_lines: list[int]
     sources: list[str]  # file:line:column in Python
 
@@ -34,11 +41,14 @@ _TOKEN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
 def parse(ptx: str) -> Parsed:
+    """Parse the PTX of one kernel."""
     lines = ptx.splitlines()
     head = next(i for i, line in enumerate(lines) if ".entry" in line)
     body = next(i for i in range(head, len(lines)) if lines[i].startswith("{"))
     name = re.search(r"\.entry\s+(\w+)", lines[head])[1]
-    parameters, places, offset = [], {}, 0
+    parameters: list[Parameter] = []
+    places: dict[str, int] = {}
+    offset = 0
     for line in lines[head:body]:
         found = re.search(r"\.param\s+\.([a-z])(\d+)\s+(.*?)(\w+_param_\d+)", line)
         if found:
@@ -51,7 +61,9 @@ def parse(ptx: str) -> Parsed:
     scopes: list[dict[str, str]] = []
     labels: dict[str, int] = {}
     statements: list[tuple[str, int, str]] = []
-    pending, source, depth = "", "", 0
+    pending = ""
+    source = ""
+    depth = 0
     for number in range(body, len(lines)):
         line = lines[number]
         where = _LOC.search(line)
@@ -109,7 +121,7 @@ def parse(ptx: str) -> Parsed:
             return struct.unpack("<I", struct.pack("<f", float(x)))[0]
         return {"global_smem": SHARED_BASE, "WARP_SZ": 32}.get(x)
 
-    def operand(x: str, opcode: str) -> str:
+    def operand(x: str) -> str:
         x = x.strip()
         if x == "_":
             return "_"
@@ -129,12 +141,6 @@ def parse(ptx: str) -> Parsed:
             return f"s{x}"
         value = number_of(x)
         if value is not None:
-            if (
-                opcode.startswith("setp")
-                or ".f" not in opcode
-                or x.lower().startswith(("0f", "0d"))
-            ):
-                return f"i{value:x}"
             return f"i{value:x}"
         if "|" in x:
             return ",".join("r" + slot(each.strip()) for each in x.split("|"))
@@ -150,9 +156,9 @@ def parse(ptx: str) -> Parsed:
         for token in _TOKEN.findall(more[0] if more else ""):
             token = token.strip()
             if token.startswith("{"):
-                tokens.append("{" + ",".join(operand(x, opcode) for x in token[1:-1].split(",")))
+                tokens.append("{" + ",".join(operand(x) for x in token[1:-1].split(",")))
             else:
-                tokens.append(operand(token, opcode))
+                tokens.append(operand(token))
         rows.append("\t".join((str(number), predicate, opcode, " ".join(tokens))))
         text.append(statement)
         ptx_lines.append(number)

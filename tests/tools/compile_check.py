@@ -1,14 +1,13 @@
-"""Compiles Triton kernels for GPUs that are not there, exactly as their launchers would.
+"""Compile Triton kernels for GPUs that are not present, as their launchers would.
 
-A launcher is called with CPU tensors while a stand-in driver names the target: Triton then takes
-every decision that it takes in a real launch (types, divisibility by 16, absent operands, tile) and
-compiles to a cubin instead of running it. The `cuobjdump` that comes with Triton prints what the
-cubin needs.
+    python tests/tools/compile_check.py every|counted ARCHITECTURE
 
-As a program, it takes a file that defines `launches()`, a list of (name, function that calls a
-launcher), and a compute capability or the name of one of AMD's GPUs (gfx942), for which Triton's
-AMD backend compiles to a code object, and prints one JSON object per compiled kernel. It must run
-with TRITON_INTERPRET unset, hence in a process of its own; see `compiled`.
+Launchers are called with CPU tensors while a stand-in driver names the target. Triton then takes
+every decision of a real launch (types, divisibility by 16, absent operands, tiles) and compiles
+instead of running. Prints one JSON object per kernel of `launches.py`, with the resources that
+`cuobjdump` reports. ARCHITECTURE is a compute capability (90), or the name of an AMD GPU (gfx942).
+
+Runs in a process of its own, because TRITON_INTERPRET must be unset: see `compiled`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Compiled(NamedTuple):
-    """One kernel of one launch: registers per thread; stack, local and shared memory in bytes; the
-    layout of every scan and every reduction of floats, in their order: where it differs, so does
-    the order of the sums; the file of the machine code; the registers that the launch names."""
+    """One kernel of one launch.
+
+    registers: per thread. stack, local, shared: bytes of memory.
+    sums: the layout of every scan and every reduction of floats. Equal layouts sum in equal order.
+    code: path of the machine code. named_registers: the launch's `maxnreg`.
+    """
 
     launch: str
     kernel: str
@@ -44,19 +45,18 @@ class Compiled(NamedTuple):
     named_registers: int | None
 
 
-def compiled(launches: Path, architecture: int | str, cache: Path) -> list[Compiled]:
-    """Every kernel that the `launches()` of a file start, compiled for sm_`architecture` or for the
-    GPU of AMD's that has that name."""
+def compiled(launches: str, architecture: int | str, cache: Path) -> list[Compiled]:
+    """Compile the launches of a function of `launches.py` for sm_`architecture` or an AMD GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
-        # What stands there already may be another Triton to compile with.
+        # The inherited path may hold another version of Triton.
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         ),
     }
     done = subprocess.run(
-        [sys.executable, __file__, str(launches), str(architecture)],
+        [sys.executable, __file__, launches, str(architecture)],
         env=environment,
         capture_output=True,
         text=True,
@@ -68,7 +68,7 @@ def compiled(launches: Path, architecture: int | str, cache: Path) -> list[Compi
 
 
 class _Driver:
-    """What Triton asks a driver for before it compiles."""
+    """The part of Triton's driver interface that compilation uses."""
 
     def __init__(self, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -91,7 +91,7 @@ class _Driver:
 
 
 def _resources_of_code_object(assembly: str) -> dict[str, int]:
-    """From the metadata that AMD's assembly ends in. `local` is what the spilled registers take."""
+    """Read the metadata at the end of AMD's assembly. `local` counts spilled registers."""
     names = {
         "registers": "vgpr_count",
         "stack": "private_segment_fixed_size",
@@ -124,12 +124,12 @@ def _layouts_of_sums(ttgir: str) -> list[str]:
 
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-"""Of a launch, which are no arguments of the kernel."""
+"""Keywords of a launch that are not arguments of the kernel."""
 
 _RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
 
 
-def main(launches: str, architecture: str) -> None:
+def main(name: str, architecture: str) -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -149,7 +149,7 @@ def main(launches: str, architecture: str) -> None:
                     resources[result.hash] = _resources(result.asm["cubin"])
                 code.write_bytes(result.asm[kind])
             options = {name: value for name, value in kwargs.items() if name not in OPTIONS}
-            # Constants come by themselves or, those of a row's tiles, in a record.
+            # The constants of a row's tiles come in a record, the others separately.
             options |= options.pop("cut")._asdict() if "cut" in options else {}
             constants = {
                 name: getattr(value, "value", value)
@@ -161,7 +161,7 @@ def main(launches: str, architecture: str) -> None:
                 kernel=kernel.fn.__name__,
                 constants=constants,
                 num_warps=result.metadata.num_warps,
-                # the cubin knows of static shared memory alone
+                # the cubin knows only static shared memory
                 **resources[result.hash] | {"shared": result.metadata.shared},
                 sums=_layouts_of_sums(result.asm["ttgir"]),
                 code=str(code),
@@ -172,8 +172,10 @@ def main(launches: str, architecture: str) -> None:
         return launch
 
     JITFunction.__getitem__ = compile_only
-    for name, call in runpy.run_path(launches)["launches"]():
-        current = name
+    import launches
+
+    for launch_name, call in {"every": launches.every, "counted": launches.counted}[name]():
+        current = launch_name
         call()
 
 

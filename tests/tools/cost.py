@@ -1,8 +1,8 @@
-"""Instructions an element, pipes, registers, resident programs and bytes in flight of the kernels.
+"""Count the kernels' instructions per element, pipes, registers, occupancy and bytes in flight.
 
-    python tests/tools/cost.py [80 90 100]
+    PYTHONPATH=.:kernels python tests/tools/cost.py [80 90 100]
 
-prints the tables of `kernels/NOTES.md`; no GPU is needed. See `machine_code` for what is counted.
+Prints the tables of `kernels/NOTES.md`. No GPU is needed; `machine_code.py` says what is counted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import compile_check
-import cost_launches
 import machine_code
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of a multiprocessor for its programs: the CUDA programming guide's table."""
+"""Bytes per multiprocessor, from the table of the CUDA programming guide."""
 
 ELEMENT_BYTES = {
     "full KL": 4,
@@ -28,11 +27,11 @@ ELEMENT_BYTES = {
     "gae, packed": 9,
     "shaping, GAE, packed": 13,
 }
-"""Read for one element, where that is not one bf16: with the reference's; with the mask's."""
+"""Bytes read per element, including the reference's or the mask's. Default: 2, one bf16."""
 
 
 class Sweep(NamedTuple):
-    """Executed for one element, all of it and by pipe."""
+    """Executed instructions per element, in total and by pipe."""
 
     instructions: float
     pipes: dict[str, float]
@@ -42,7 +41,7 @@ class Sweep(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of the largest kernel of a launch."""
+    """Costs of the first, largest kernel of a launch."""
 
     sweeps: list[Sweep]
     careful: list[float]
@@ -56,9 +55,9 @@ class Cost(NamedTuple):
 
 
 def costs(capability: int, cache: Path) -> dict[str, Cost]:
-    """By launch of `cost_launches`."""
+    """Return the cost of each launch of `launches.counted`."""
     found = {}
-    for kernel in compile_check.compiled(Path(cost_launches.__file__), capability, cache):
+    for kernel in compile_check.compiled("counted", capability, cache):
         if kernel.launch not in found:  # the others are small
             found[kernel.launch] = _cost(kernel, capability)
     return found
@@ -68,7 +67,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     code = machine_code.read(Path(kernel.code))
     width = ELEMENT_BYTES.get(kernel.launch, 2)
 
-    def sweep(way: machine_code.Way) -> Sweep:
+    def sweep(way: machine_code.CodePath) -> Sweep:
         elements = way.loaded / width
         pipes = {name: count / elements for name, count in way.pipes().items()}
         return Sweep(
@@ -78,12 +77,12 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     if kernel.launch == "whiten":
         sweeps, careful = [sweep(code.whole())], []
     elif kernel.kernel == "_apply_kernel":
-        # Packed rows have loops besides that look for the sequence.
+        # Packed rows have additional loops that look up the sequence.
         sweeps, careful = [sweep(way) for way in code.sweeps() if way.stored], []
     else:
-        # The first reads alone, the second reads and writes; the loops for what the tiles leave
-        # and for rows of −inf are the dearer ones of each kind. A loop without an exponential looks
-        # for NaN in rows that are no distribution.
+        # The first sweep reads, the second reads and writes. The dearer loops of each kind are
+        # "careful": they handle the remainder of the tiles and rows of −inf. A loop without an
+        # exponential looks for NaN in invalid rows.
         sweeps, careful = [], []
         for writes in (False, True):
             kind = [
@@ -97,7 +96,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     resident = machine_code.resident_programs(
         kernel.registers, kernel.num_warps, kernel.shared, SHARED_MEMORY[capability]
     )
-    # A tile's loads are all issued before the first is needed; what has no loop is not counted.
+    # All loads of a tile are issued before the first is used. Kernels without a loop count as 0.
     looped = bool(careful) or kernel.kernel == "_apply_kernel"
     in_flight = sweeps[0].tile_bytes if looped else 0
     named = kernel.named_registers or kernel.registers

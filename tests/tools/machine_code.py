@@ -1,12 +1,11 @@
-"""What a kernel's loops execute, read from the machine code that Triton makes for a GPU.
+"""Count the instructions of a kernel's loops in the machine code that Triton generates.
 
-`cuobjdump` prints a cubin's instructions. A loop is what lies between a jump back and its target; a
-sweep over memory is an innermost loop that loads from global memory. One turn of it is the cheapest
-way round: what is executed on all tiles but the one with the token in it, whose branch only makes
-the way longer. Counts are instructions of a thread, so they are warp instructions of 32 elements;
-an instruction that a predicate switches off is issued and counted.
+`cuobjdump` prints a cubin's instructions. A loop lies between a backward jump and its target; a
+sweep is an innermost loop that loads from global memory. One turn is the cheapest path through
+it, without the branch for the tile that holds the token. Counts are instructions per thread, hence
+warp instructions per 32 elements; predicated-off instructions are issued and counted.
 
-What a count does not say: how long an instruction waits. A time needs a GPU.
+Counts say nothing about latency. Times need a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
+    """One SASS instruction. `opcode` includes its modifiers: LDG.E.128."""
+
     predicated: bool
     opcode: str
-    """With its modifiers: LDG.E.128."""
     operands: str
 
     @property
@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     @property
     def loaded(self) -> int:
-        """Bytes that a thread reads from global memory."""
+        """Bytes read per thread from global memory."""
         return self._width if self.name in ("LDG", "LDGSTS") else 0
 
     @property
@@ -41,18 +41,18 @@ class Instruction(NamedTuple):
 
     @property
     def registers(self) -> list[int]:
-        """As they stand among the operands; of several that belong together, the first."""
+        """Register numbers in the order of the operands; the first of each vector."""
         return [int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)]
 
     @property
     def addend(self) -> int | None:
-        """The register that a multiply-add adds to, its last operand; None for another."""
+        """The last operand, to which a multiply-add adds, if it is a register."""
         destination = re.fullmatch(r"-?R(\d+)\b.*", self.operands.split(",")[-1].strip())
         return int(destination[1]) if destination else None
 
     @property
     def written(self) -> range:
-        """The registers that it writes."""
+        """The registers written."""
         if self.name in WRITES_NONE or not re.match(r"(P\d|PT|!|,|\s)*R\d", self.operands):
             return range(0)
         first = self.registers[0]
@@ -76,20 +76,20 @@ PIPES = {
     "memory": ("LDG", "STG", "LDS", "STS", "LDGSTS", "SHFL", "LDSM", "STSM", "LDC", "ATOM", "RED"),
     "fp64": ("DFMA", "DMUL", "DADD", "DSETP", "DMNMX"),
 }  # fmt: skip
-"""The execution pipes of a multiprocessor by instruction; everything else counts as "alu", the pipe
-of integers, comparisons, conversions to 16 bits and jumps."""
+"""Execution pipes of a multiprocessor. Everything else counts as "alu": integers, comparisons,
+conversions to 16 bits, jumps."""
 
 FUSED = ("FFMA", "FFMA2", "DFMA", "HFMA2")
 PAIRS = (*PIPES["fp64"], "FFMA2", "FADD2", "FMUL2", "CS2R")
-"""Their results take two registers."""
+"""Instructions with 64-bit results, which take two registers."""
 
 WRITES_NONE = ("STG", "STS", "BRA", "EXIT", "BAR", "RED")
 
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 
 
-class Way(NamedTuple):
-    """A way through the code: its instructions in the order of execution."""
+class CodePath(NamedTuple):
+    """A path through the code: its instructions in order of execution."""
 
     instructions: tuple[Instruction, ...]
 
@@ -103,7 +103,7 @@ class Way(NamedTuple):
 
     @property
     def narrowest_load(self) -> int:
-        """0 where nothing is loaded."""
+        """Bytes of the narrowest load; 0 without loads."""
         return min(
             (instruction.loaded for instruction in self.instructions if instruction.loaded),
             default=0,
@@ -114,7 +114,7 @@ class Way(NamedTuple):
         return self.count("BAR")
 
     def count(self, opcode: str) -> int:
-        """Instructions whose opcode begins so."""
+        """Count the instructions whose opcode starts with `opcode`."""
         return sum(instruction.opcode.startswith(opcode) for instruction in self.instructions)
 
     def pipes(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ class Way(NamedTuple):
 
 
 class Code:
-    """The instructions of one kernel, by address, and where each may go on."""
+    """The instructions of one kernel by address, and their successors."""
 
     def __init__(self, listing: str) -> None:
         self.instructions: dict[int, Instruction] = {}
@@ -133,7 +133,7 @@ class Code:
             self.instructions[int(address, 16)] = Instruction(bool(guard), opcode, operands)
         addresses = list(self.instructions)
         if not addresses:
-            raise ValueError("expected the listing of a kernel, got no instruction")
+            raise ValueError("expected the listing of a kernel, got no instructions")
         following = dict(itertools.pairwise(addresses))
         self.entry = addresses[0]
         self.successors = {
@@ -149,39 +149,38 @@ class Code:
             return falls
         *conditions, target = instruction.operands.split(",")
         to = int(target.split("(")[0].strip().strip("`"), 16)
-        if to == 0 or instruction.opcode.startswith("BRA.DIV"):  # threads that do not agree
+        if to == 0 or instruction.opcode.startswith("BRA.DIV"):  # divergent threads
             return falls
         if instruction.predicated or conditions:
             return [to, *falls]
         return [to]
 
     @cached_property
-    def loops(self) -> list[Way]:
-        """One turn of each innermost loop, in the order of their addresses."""
+    def loops(self) -> list[CodePath]:
+        """One turn of each innermost loop, by address."""
         bodies = self._bodies()
         innermost = {
             header: body
             for header, body in bodies.items()
             if not any(other in body for other in bodies if other != header)
         }
-        # Code behind the last EXIT (a jump to itself) is no loop.
+        # The jump to itself after the last EXIT is not a loop.
         return [
             self._cheapest(header, header, body)
             for header, body in sorted(innermost.items())
             if len(body) > 1
         ]
 
-    def sweeps(self) -> list[Way]:
-        """The loops that read global memory, in the order of their addresses.
+    def sweeps(self) -> list[CodePath]:
+        """Return the loops that read global memory, by address.
 
-        A turn that reads less than one 16-byte load is the loop over rows, where the compiler has a
-        copy of it for rows without a whole tile.
+        A turn that reads less than 16 bytes is the loop over rows, which the compiler copies for
+        rows without a whole tile.
         """
         return [way for way in self.loops if way.loaded >= 16]
 
-    def whole(self) -> Way:
-        """The way to the last store that is in no loop, and on to the end: for a kernel without a
-        sweep."""
+    def whole(self) -> CodePath:
+        """Return the path through the last store outside loops, for a kernel without a sweep."""
         looped = set().union(*self._bodies().values())
         everything = set(self.instructions)
         stores = [at for at, each in self.instructions.items() if each.stored and at not in looped]
@@ -189,13 +188,13 @@ class Code:
         rests = [self._path(stores[-1], end, everything) for end in exits]
         rest = min((path for path in rests if path), key=len)
         before = self._cheapest(self.entry, stores[-1], everything)
-        return Way(before.instructions + tuple(self.instructions[at] for at in rest))
+        return CodePath(before.instructions + tuple(self.instructions[at] for at in rest))
 
     def products_fused_across_lanes(self) -> list[Instruction]:
-        """Multiply-adds whose addend is what a butterfly brought from another lane.
+        """Return the multiply-adds whose addend a butterfly shuffle brought from another lane.
 
-        A lane that adds its own product without rounding it to the other's, which is rounded, ends
-        with other bits than the other lane, and in a reduction both hold "the" sum.
+        Such a lane adds its own unrounded product to the other's rounded one and ends with
+        different bits than the other lane, so the two copies of a reduction's sum differ.
         """
         fused = []
         for start, butterfly in self.instructions.items():
@@ -216,7 +215,7 @@ class Code:
         return fused
 
     def _bodies(self) -> dict[int, set[int]]:
-        """Loops by the address of their header: what lies between a jump back and its target."""
+        """Return the loops: the addresses between a backward jump and its target, by header."""
         bodies: dict[int, set[int]] = {}
         for address, targets in self.successors.items():
             for header in targets:
@@ -226,7 +225,7 @@ class Code:
         return bodies
 
     def _path(self, start: int, end: int, within: set[int]) -> list[int] | None:
-        """The fewest instructions from `start` up to `end`, without `end`."""
+        """Return the shortest path from `start` to `end`, excluding `end`."""
         heap = [(1, target, start) for target in self.successors[start] if target in within]
         heapq.heapify(heap)
         before: dict[int, int] = {}
@@ -245,17 +244,17 @@ class Code:
                     heapq.heappush(heap, (cost + 1, target, at))
         return [start] if start == end else None
 
-    def _cheapest(self, start: int, end: int, within: set[int]) -> Way:
+    def _cheapest(self, start: int, end: int, within: set[int]) -> CodePath:
         path = self._path(start, end, within)
         assert path is not None
-        return Way(tuple(self.instructions[at] for at in path))
+        return CodePath(tuple(self.instructions[at] for at in path))
 
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)\s*([^;]*);")
 
 
 def read(cubin: Path) -> Code:
-    """The code of a cubin that holds one kernel."""
+    """Read the code of a cubin with one kernel."""
     import triton
 
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -266,10 +265,10 @@ def read(cubin: Path) -> Code:
 def resident_programs(
     registers: int, num_warps: int, shared: int, shared_limit: int = 227 * 1024
 ) -> int:
-    """Programs that a multiprocessor holds at once.
+    """Return how many programs fit on a multiprocessor at once.
 
-    Each quarter of it gives 16384 registers to warps, 256 at a time, and there are 64 places for
-    warps (compute capabilities 8.0, 9.0 and 10.0 of the CUDA programming guide's table).
+    Each quarter has 16384 registers, allocated to warps in units of 256. At most 64 warps fit
+    (compute capabilities 8.0, 9.0 and 10.0 in the table of the CUDA programming guide).
     """
     of_a_warp = -(-registers // 8) * 256
     by_registers = 4 * (16384 // of_a_warp) // num_warps

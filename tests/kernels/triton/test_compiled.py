@@ -1,12 +1,10 @@
-"""The kernels as machine code for GPUs that are not there: what their loops execute and need.
+"""Machine code of the kernels for GPUs that are not present: instructions, registers, spills.
 
-The counts are what decides these kernels' times next to the bytes they move, and a change that
-makes a loop dearer fails here. A register that does not fit goes to local memory, which is the
-GPU's own memory: a kernel that lives on bandwidth pays for it. See compile_check.py and
-machine_code.py.
+Besides the bytes moved, instruction counts decide the kernels' times: a change that makes a loop
+dearer fails here. Spilled registers go to GPU memory, at the expense of bandwidth.
 
-By default one launch of each kind, for sm_90; the other generations, AMD's GPUs and every launch of
-triton_rows_launches.py and triton_advantages_launches.py are slow.
+By default one launch of each kind is compiled for sm_90. Other generations, AMD's GPUs and every
+launch of `tests/tools/launches.py` are slow tests.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import cost
 import machine_code
-import triton_advantages_launches
-import triton_rows_launches
 from fastppo_kernels.triton import programs
 from fastppo_kernels.triton import views as triton_views
 
@@ -37,33 +33,31 @@ CEILINGS = {
     "statistics": (8.3,),
     "statistics' backward": (8.3,),
     "full KL": (24, 16),
-    # Triton 3.6 makes 26.6 and 28.9 of it, 3.9 25.3 and 28.2.
+    # Triton 3.6: 26.6 and 28.9; 3.9: 25.3 and 28.2.
     "soft-cap": (26 if NEW else 27, 32),
     "loss, V = 50257": (9.5, 9.5),
     "statistics, V = 50257": (9.5,),
     "whiten": (16,),
     "gae": (38,),
-    # For sm_80, where its code is worst, Triton 3.6 makes 50.3 of it, and 78.4 and 106.0 of the
-    # next two; for sm_90 95.9 of the last, where 3.9 makes 85.8.
+    # Triton 3.6 on sm_80, the worst: 50.3, and 78.4 and 106.0 for the next two. The last on sm_90:
+    # 95.9 with Triton 3.6, 85.8 with 3.9.
     "shaping, GAE": (50 if NEW else 51,),
     "gae, packed": (72 if NEW else 79,),
     "shaping, GAE, packed": (95 if NEW else 107,),
 }
-"""Executed instructions an element, by sweep."""
+"""Executed instructions per element, by sweep."""
 
 ROWS = list(CEILINGS)[: list(CEILINGS).index("whiten")]
 
 
 @pytest.mark.parametrize("capability", [90, *OTHER_GENERATIONS])
-def test_what_the_loops_execute_and_need(
+def test_instructions_registers_and_occupancy_of_the_loops(
     capability: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One test, so that one process compiles. Rows are read by the vector, and no sweep over them
-    waits at a barrier; as many programs are resident as the launcher starts, which computes them
-    from the registers that it names.
+    """Rows are read by the vector, without barriers, at the occupancy that the launcher assumes.
 
-    All 32 lanes store a reduction's result to one place, and a GPU does not say whose store is the
-    last: the results are the same bits in every run because all hold the same ones.
+    One test, so that one process compiles. All 32 lanes store a reduction's result to one address,
+    and a GPU does not define whose store is last, so all must hold the same bits.
     """
     costs = cost.costs(capability, tmp_path_factory.getbasetemp() / "triton")
     for launch, ceilings in CEILINGS.items():
@@ -76,7 +70,7 @@ def test_what_the_loops_execute_and_need(
             assert costs[launch].resident >= costs[launch].started, launch
     assert costs["statistics"].resident >= 2
     assert costs["statistics"].bytes_in_flight >= 32 * 1024
-    for launch in ("gae", "shaping, GAE"):  # whole vectors: they share nothing and do not wait
+    for launch in ("gae", "shaping, GAE"):  # whole vectors: no shared memory, no barriers
         (sweep,) = costs[launch].sweeps
         assert sweep.barriers == 0, launch
         assert sweep.narrowest_load == 4, "the masks of four tokens"
@@ -89,14 +83,7 @@ def test_what_the_loops_execute_and_need(
 # ------------------------------------------------------------- every launch, for every generation
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes that one program may have: the CUDA programming guide's table of compute capabilities."""
-
-
-def _every_launch(architecture: int | str, cache: Path) -> list[Compiled]:
-    found = []
-    for file in (triton_rows_launches, triton_advantages_launches):
-        found += compile_check.compiled(Path(str(file.__file__)), architecture, cache)
-    return found
+"""Bytes per program, from the CUDA programming guide's table of compute capabilities."""
 
 
 def _defined_kernels() -> set[str]:
@@ -112,7 +99,10 @@ def _defined_kernels() -> set[str]:
 @pytest.fixture(scope="module")
 def all_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Compiled]]:
     cache = tmp_path_factory.getbasetemp() / "triton"
-    return {capability: _every_launch(capability, cache) for capability in SHARED_MEMORY}
+    return {
+        capability: compile_check.compiled("every", capability, cache)
+        for capability in SHARED_MEMORY
+    }
 
 
 @pytest.mark.slow
@@ -138,7 +128,7 @@ def test_every_lane_of_every_kernel_ends_with_the_same_sum(
 
 @pytest.mark.slow
 def test_every_kernel_and_every_tile_is_compiled(all_compiled: dict[int, list[Compiled]]) -> None:
-    """Short, middle and long rows; whole tiles and those that a soft-cap or a reference halves."""
+    """Short, middle and long rows; whole tiles, and tiles halved by a soft-cap or a reference."""
     assert {kernel.kernel for kernel in all_compiled[90]} == _defined_kernels()
     compiled = {
         (kernel.num_warps, kernel.constants["block"])
@@ -156,7 +146,7 @@ def test_every_kernel_and_every_tile_is_compiled(all_compiled: dict[int, list[Co
 def test_padded_and_packed_rows_are_summed_in_the_same_order(
     all_compiled: dict[int, list[Compiled]],
 ) -> None:
-    """Equal bits on a device follow from equal layouts; the interpreter cannot show this."""
+    """Equal layouts give equal bits on a device; the interpreter cannot show this."""
     sums = {
         (kernel.launch, kernel.kernel): kernel.sums for kernel in all_compiled[90] if kernel.sums
     }
@@ -174,7 +164,7 @@ def test_padded_and_packed_rows_are_summed_in_the_same_order(
 # ------------------------------------------------------------------------------------ AMD's GPUs
 
 LOCAL_MEMORY = 64 * 1024
-"""Bytes of the LDS that one program may have: AMD's instruction set manuals of CDNA3 and RDNA3."""
+"""LDS bytes per program, from AMD's instruction set manuals of CDNA3 and RDNA3."""
 
 
 @pytest.mark.slow
@@ -182,9 +172,11 @@ LOCAL_MEMORY = 64 * 1024
 def test_every_kernel_compiles_for_amd(
     architecture: str, lanes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Without spilling; and a row's program has as many threads as its tile counts on, whether 64
-    of them or 32 execute as one."""
-    kernels = _every_launch(architecture, tmp_path_factory.getbasetemp() / "triton")
+    """Without spills, and with as many threads per row as its tile assumes, for wavefronts of 64
+    and of 32."""
+    kernels = compile_check.compiled(
+        "every", architecture, tmp_path_factory.getbasetemp() / "triton"
+    )
     assert {kernel.kernel for kernel in kernels} == _defined_kernels()
     for kernel in kernels:
         assert not kernel.stack, kernel
