@@ -78,15 +78,6 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def saved_state(model: Any) -> dict[str, Tensor]:
-    """The tensors that `save_pretrained` writes: of a PEFT model the adapters."""
-    if not hasattr(model, "peft_config"):
-        return model.state_dict()
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model)
-
-
 def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """State of the plain model with each adapter's weights added in; the model is left as it is.
     Matrices of 4 bits a weight become fp32."""

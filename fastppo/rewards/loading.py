@@ -199,11 +199,11 @@ def _code(find: Callable[[], Any]) -> str:
     try:
         found = call(find)
         if isinstance(found, str):
-            return fingerprint.of_code(found)
+            return fingerprint.of_file(found)
         if getattr(found, "__module__", None) == "__main__":
             return fingerprint.of_text(call(lambda: inspect.getsource(found)))
         file = call(lambda: inspect.getsourcefile(found))
-        return fingerprint.of_code(file or "")
+        return fingerprint.of_file(file or "")
     except (UserCodeError, OSError, SyntaxError):  # built in, or of an interactive session
         return ""
 

@@ -36,27 +36,20 @@ from fastppo.data import fingerprint
 from fastppo.data.files import UNFINISHED, written_whole
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.world import World, join, torchrun_hidden
-from fastppo.models.adapters import full_state, saved_state
+from fastppo.models.adapters import full_state
 from fastppo.models.device import autocast, busy_cpu
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
-from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, readable, resumable
+from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, resumable
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run
 from fastppo.run.identity import of_run
-from fastppo.run.lock import check_still_held, run_lock
+from fastppo.run.lock import run_lock
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig
-from fastppo.stages.resuming import (
-    check_files,
-    check_moments_are_real,
-    check_optimizer,
-    check_schedule,
-    check_weights,
-)
 from fastppo.stopped import Stopped
 
 # ---------------------------------------------------------------------------------------- the data
@@ -200,7 +193,6 @@ def open_run(config: SupervisedConfig, world: World | None = None) -> Path:
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any) -> None:
     """Saves the trained model, whose tensors are whole, with its tokenizer."""
-    check_still_held(run_dir)
     with written_whole(run_dir) as directory:
         model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)
@@ -242,7 +234,6 @@ class SupervisedTrainer(Trainer, ABC):
         self.trunk = trunk
         self.world = world or World()
         self.collate = collate
-        self._unfinished: Path | None = None
         self._weights: dict[str, Tensor] | None = None
         """Unsharded weights, while the first of several processes writes a checkpoint."""
         self.identity = of_run(config, data.fingerprints)
@@ -310,14 +301,9 @@ class SupervisedTrainer(Trainer, ABC):
         if self.world.size > 1:
             shard_as_it_is(self.root, self.trunk, self.world, self.entries)
         optimizer = super().create_optimizer(*args, **kwargs)
-        optimizer.register_load_state_dict_pre_hook(check_moments_are_real)
         if self.world.size > 1:
             optimizer.register_load_state_dict_pre_hook(_sharded_states)
         return optimizer
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        return full_tensor(norm) if isinstance(norm, Tensor) else norm
 
     @torch.no_grad()
     def evaluate(
@@ -410,34 +396,6 @@ class SupervisedTrainer(Trainer, ABC):
         self.say(f"resuming from {newest.path}")
         return newest.path
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        path = Path(resume_from_checkpoint)
-        with readable(path):
-            check_files(path, int(path.name.rpartition("-")[2]))
-            check_weights(path, saved_state(self.model))
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        path = Path(checkpoint)
-        optimizer: Any = self.optimizer
-        options = [{**group} for group in optimizer.param_groups]
-        schedule: Any = self.lr_scheduler
-        schedule_before = schedule.state_dict()
-        with readable(path):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            check_optimizer(path, optimizer, options)
-            check_schedule(path, schedule, schedule_before)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with readable(Path(checkpoint or "")):
-            super()._load_rng_state(checkpoint)
-
-    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
-        """Where Trainer writes a checkpoint: under another name until it is complete."""
-        return str(self._unfinished or super()._get_output_dir(*args, **kwargs))
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's, with a manifest, without which it does not count; then the oldest are deleted.
         Of several processes the first writes it, unsharded."""
@@ -466,27 +424,29 @@ class SupervisedTrainer(Trainer, ABC):
         value = full_tensor(value)
         return value.cpu() if self.world.is_main else None
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, self._weights if state_dict is None else state_dict)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights that a checkpoint holds."""
+        model: Any = self.model
+        model.save_pretrained(output_dir or self.args.output_dir, state_dict=self._weights)
 
     def _write_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run_dir = Path(self.config.output_dir)
-        check_still_held(run_dir)
         path = run_dir / f"checkpoint-{self.state.global_step}"
-        shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)  # of a run that was killed
-        self._unfinished = run_dir / UNFINISHED
+        unfinished = run_dir / UNFINISHED
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
+        self.args.output_dir = str(unfinished)
         try:
             super()._save_checkpoint(*args, **kwargs)
-            written = self._unfinished / path.name
+            written = unfinished / path.name
             manifest.write(written, self.state.global_step, {"run": self.identity})
             shutil.rmtree(path, ignore_errors=True)
             written.rename(path)
             manifest.sync(run_dir)
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save's is the last
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last
             raise failed(path, error) from error
         finally:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished = None
+            self.args.output_dir = str(run_dir)
+            shutil.rmtree(unfinished, ignore_errors=True)
         for old in checkpoints(run_dir)[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -512,6 +472,11 @@ class RankArguments(TrainingArguments):
     @property
     def device(self) -> torch.device:
         return super().device if self.own_device is None else self.own_device
+
+    @property
+    def n_gpu(self) -> int:
+        """At most 1: with more, Trainer would split each batch over all GPUs."""
+        return min(1, super().n_gpu)
 
 
 def _training_arguments(
@@ -542,9 +507,7 @@ def _training_arguments(
         remove_unused_columns=False,
         dataloader_pin_memory=not on_cpu,
     )
-    if not on_cpu:
-        arguments._n_gpu = 1  # otherwise Trainer spreads each batch over all GPUs
-        if world.device is not None:
-            arguments.own_device = world.device
-            torch.cuda.set_device(world.device)  # making the arguments has set the first
+    if not on_cpu and world.device is not None:
+        arguments.own_device = world.device
+        torch.cuda.set_device(world.device)  # making the arguments has set the first
     return arguments

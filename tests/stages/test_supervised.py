@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -13,6 +15,7 @@ import torch
 from stage_runs import sft, sft_config
 
 from fastppo.data.rows import DataError
+from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records
 from fastppo.stages.sft import SFTConfig
@@ -106,6 +109,31 @@ def test_held_out_metrics_are_over_items_and_named_so(tmp_path: Path) -> None:
     assert trainer.evaluate() == {"eval_sum": pytest.approx(60 * weight)}
     metrics = trainer.evaluate([1.0], metric_key_prefix="test")
     assert metrics == {"test_sum": pytest.approx(weight)}
+
+
+# ---------------------------------------------------------------------------------- the checkpoints
+
+
+class _Touch:
+    """A pickle of this creates a file when it is executed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_pickle_in_a_checkpoint_is_not_executed(name: str, tmp_path: Path) -> None:
+    sft(sft_config(tmp_path, checkpoint_interval=1))
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-2")
+    owner = manifest.read(checkpoint, 2)
+    (checkpoint / name).write_bytes(pickle.dumps(_Touch(tmp_path / "executed"), protocol=2))
+    manifest.write(checkpoint, 2, owner)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        sft(sft_config(tmp_path, checkpoint_interval=1, epochs=2, resume=True))
+    assert not (tmp_path / "executed").exists()
 
 
 # -------------------------------------------------------------------------------------- the records
