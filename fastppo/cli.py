@@ -59,14 +59,6 @@ BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PRO
 """Variables that switch progress bars off, read when their libraries are imported."""
 
 
-PRESET = {
-    "--preset": {
-        "metavar": "NAME",
-        "help": "a method's options, which --config and flags win over: sao",
-    }
-}
-"""The flag of the commands that take PPO's options."""
-
 COMMANDS: dict[str, Command] = {}
 """By name, in the order of the help."""
 
@@ -306,7 +298,6 @@ def reward(config: Any) -> None:
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
     inputs="check_train",
-    flags=PRESET,
 )
 def train(config: Any) -> None:
     from fastppo.ppo.setup.build import world_of
@@ -328,7 +319,6 @@ def train(config: Any) -> None:
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
     inputs="check_train",
-    flags=PRESET,
 )
 def check(config: Any) -> None:
     from rich.console import Console
@@ -364,7 +354,6 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
     required=("model",),
     inputs="check_plan",
     flags={
-        **PRESET,
         "--memory": {
             "type": float,
             "metavar": "NUMBER",
@@ -577,15 +566,15 @@ def _parse(arguments: list[str]) -> Parsed:
         return Parsed(command, unknown, flags)
     options = command.option_class()
     if unknown:
-        flags_of_nothing = [word[2:].partition("=")[0] for word in unknown if word[:2] == "--"]
-        hints = "".join(map(options.hint, flags_of_nothing))
-        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}{hints}")
+        names = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+        parsers[name].error(
+            "; ".join(map(options.unknown, names)) or f"unrecognized arguments: {' '.join(unknown)}"
+        )
     values = {
         member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
     }
-    preset = flags.pop("preset", None)
     file = flags.pop("config", None)
-    config = _make_options(options, file, values, preset=preset)
+    config = _make_options(options, file, values)
     missing = [option for option in command.required if not getattr(config, option)]
     if missing == ["rewards"] and (config.reward_ensemble or config.environment):
         missing = []  # which pay in their place
@@ -620,22 +609,15 @@ def _with_underscores(flag: re.Match[str]) -> str:
     return "--" + flag[0][2:].replace("-", "_")
 
 
-def _make_options(
-    options: type[Options], file: str | None, values: dict[str, Any], *, preset: str | None
-) -> Any:
-    """The options of a preset, a YAML file and flags; the later ones win."""
+def _make_options(options: type[Options], file: str | None, values: dict[str, Any]) -> Any:
+    """Return the options of a YAML file and flags; flags win."""
     from fastppo.run.options import read_yaml
 
-    given: dict[str, Any] = {}
-    if preset is not None:
-        from fastppo.ppo.presets import preset_options
-
-        given = preset_options(preset)
     if file is None:
-        return options(**given | values)
+        return options(**values)
     read = read_yaml(file, options)
     try:
-        return options(**given | read | values)
+        return options(**read | values)
     except ValueError as error:
         named = re.match(r"\w+", str(error))
         if named and named[0] in read and named[0] not in values:

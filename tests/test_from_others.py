@@ -14,8 +14,8 @@ import yaml
 
 from fastppo import cli
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.run.counterparts import TRL
 from fastppo.run.options import read_yaml
+from fastppo.run.other_names import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
@@ -97,34 +97,36 @@ def _quoted(cell: str) -> set[str]:
     return {word for text in re.findall(r"`([^`]*)`", cell) for word in re.findall(r"\w+", text)}
 
 
-def test_the_command_line_answers_trls_names_as_the_page_does(capsys, tmp_path: Path) -> None:
-    """Each unknown flag and each unknown key is answered, those of the stages too."""
-    options = rows("from-trl.md", "Options")
-    script = rows("from-trl.md", "What the script has beside its options")
-    page = {name: _quoted(row[1]) & OURS for row in options + script for name in _quoted(row[0])}
-    for name, ours in TRL.items():
-        assert name not in OURS
-        assert set(ours) & OURS <= page[name], name
-        assert bool(ours) == bool(page[name]), name
-    renamed = [name for row in options if row[1].startswith("`") for name in _quoted(row[0])]
-    assert set(renamed) - OURS <= TRL.keys()
+def test_other_names_suggest_the_options_of_the_pages() -> None:
+    page: dict[str, set[str]] = {}
+    tables = [("from-trl.md", "What the script has beside its options")]
+    tables += [(name, "Options") for name in ("from-trl.md", *PAGES)]
+    for name, heading in tables:
+        for row in rows(name, heading):
+            for theirs in _quoted(row[0]):
+                page.setdefault(theirs, set()).update(_quoted(row[1]) & OURS)
+    for theirs, ours in OTHER_NAMES.items():
+        assert set(ours) & OURS <= page[theirs], theirs
+    renamed = [
+        theirs
+        for row in rows("from-trl.md", "Options")
+        if row[1].startswith("`")
+        for theirs in _quoted(row[0])
+    ]
+    assert set(renamed) - OURS <= OTHER_NAMES.keys()
 
-    flags = ["--per-device-train-batch-size", "4", "--cliprange=0.2", "--logging_steps", "1"]
-    said = {}
-    for command in ("train", "sft"):
+
+def test_an_unknown_flag_of_another_project_is_answered_with_ours(capsys) -> None:
+    flags = ["--per-device-train-batch-size", "4", "--cliprange=0.2"]
+    answers = {
+        "train": "did you mean microbatch_size?; no option 'cliprange'; did you mean clip_ratio?",
+        "sft": "did you mean batch_size?; no option 'cliprange'",
+    }
+    for command, answer in answers.items():
         with pytest.raises(SystemExit):
-            cli.main([command, *flags, "--xyz"])
-        said[command] = capsys.readouterr().err
-    size = "TRL's per_device_train_batch_size: "
-    none = "TRL's logging_steps: none here"
-    assert f"--xyz; {size}microbatch_size; TRL's cliprange: clip_ratio; {none}" in said["train"]
-    assert f"--xyz; {size}batch_size; {none}" in said["sft"]
-    file = tmp_path / "run.yaml"
-    file.write_text("total_episodes: 64\nbeta: 0.1\nseed: 1\n")
-    assert cli.main(["train", "--config", str(file)]) == 2
-    said_of_keys = capsys.readouterr().err
-    assert "'total_episodes'; TRL's total_episodes: iterations, rollout_batch_size" in said_of_keys
-    assert f"{file}: no option 'beta'; TRL's beta: kl_loss_coef, kl_coef" in said_of_keys
+            cli.main([command, *flags])
+        said = capsys.readouterr().err
+        assert f"no option 'per_device_train_batch_size'; {answer}\n" in said
 
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from fastppo.functional.scalars import describe
 from fastppo.run.options import Options
-from fastppo.run.removed import is_unset, removal
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
 """Packages whose versions a checkpoint holds: the numbers of a run come from them."""
@@ -109,14 +108,9 @@ def check_same_run(
     """
     differing = differences(before, now, essential)
     reasons = [str(difference) for difference in differing if difference.is_other_run]
-    removed = []
-    for name, value in _part(before, "options").items():
-        sentence = removal(name)
-        if sentence and name not in now["options"] and not is_unset(name, value):
-            removed.append(f"{name} was {describe(value)}; {sentence}")
-    if (reasons or removed) and not allowed:
+    if reasons and not allowed:
         raise ValueError(
-            f"{path} belongs to another run: {'; '.join(reasons + removed)}. "
+            f"{path} belongs to another run: {'; '.join(reasons)}. "
             "`--allow_config_change true` resumes it anyway"
         )
-    return [f"since {path.name}: {change}" for change in [*differing, *removed]]
+    return [f"since {path.name}: {change}" for change in differing]

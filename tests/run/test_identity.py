@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
 
 from fastppo.ppo.options.config import IDENTITY, PPOConfig
 from fastppo.run import identity
@@ -54,16 +51,3 @@ def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
         assert difference.is_other_run
         assert str(difference).startswith("the content of rewards/brevity was ")
         assert says in str(difference)
-
-
-def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() -> None:
-    before = _identity()
-    before["options"] |= {"log_interval": 10, "project": "mine"}
-    answer = r"project was 'mine'; project was removed: set WANDB_PROJECT .*\. `--allow"
-    with pytest.raises(ValueError, match=answer) as error:
-        identity.check_same_run(Path("c-1"), before, _identity(), essential=[], allowed=False)
-    assert "log_interval" not in str(error.value)
-    (sentence,) = identity.check_same_run(
-        Path("c-1"), before, _identity(), essential=[], allowed=True
-    )
-    assert sentence.startswith("since c-1: project was 'mine'; project was removed: ")

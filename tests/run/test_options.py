@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import Options, option, read_yaml
+from fastppo.run.other_names import OTHER_NAMES, suggestion
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
@@ -99,7 +100,7 @@ def test_what_yaml_and_flags_leave_as_text_is_converted(
         ({"chance": 0}, r"chance must be in \(0, 1\], got 0.0"),
         ({"quiet": "perhaps"}, "quiet must be true or false, got 'perhaps'"),
         ({"names": "a"}, r"names must be a list, \[a, b\], got 'a'"),
-        ({"names": [1]}, "names must be a text, got 1"),
+        ({"names": [1]}, "names must be a string, got 1"),
         ({"kind": "quick"}, "kind must be one of slow, fast, got 'quick'"),
         ({"quiet": True, "names": ["a"]}, "quiet has no names"),
     ],
@@ -166,8 +167,26 @@ def test_a_file_of_something_else_is_refused(text: str, says: str, tmp_path) -> 
         read_yaml(tmp_path / "run.yaml", Both)
 
 
-def test_all_removed_options_of_a_file_are_answered_at_once(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("log_interval: 5\nproject: mine")
-    with pytest.raises(ValueError, match="log_interval was removed") as error:
-        read_yaml(tmp_path / "run.yaml", Both)
-    assert "project was removed: set WANDB_PROJECT in the environment" in str(error.value)
+def test_an_unknown_option_is_answered_with_our_name_or_the_nearest(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("leraning_rate: 1\nbeta: 0.1\nlogging_steps: 5")
+    with pytest.raises(ValueError, match="learning_rate") as error:
+        read_yaml(tmp_path / "run.yaml", PPOConfig)
+    assert str(error.value).splitlines() == [
+        f"{tmp_path / 'run.yaml'}: no option 'leraning_rate'; did you mean learning_rate?",
+        f"{tmp_path / 'run.yaml'}: no option 'beta'; did you mean kl_loss_coef or kl_coef?",
+        f"{tmp_path / 'run.yaml'}: no option 'logging_steps'",
+    ]
+    with pytest.raises(TypeError, match=r"PPOConfig: no option 'cliprange'; .* mean clip_ratio\?"):
+        PPOConfig(cliprange=0.2)
+    with pytest.raises(TypeError, match=r"no option 'num_train_epochs'; did you mean epochs\?"):
+        replace(SFTConfig(), num_train_epochs=2)
+
+
+def test_other_names_are_ours_and_not_options_already() -> None:
+    ours = PPOConfig().to_dict().keys() | SFTConfig().to_dict().keys()
+    for name, options in OTHER_NAMES.items():
+        assert name not in PPOConfig().to_dict()
+        assert options
+        assert set(options) <= ours
+    assert suggestion("actor_rollout_ref.actor.optim.lr") == "learning_rate"
+    assert suggestion("learning_rate") is None

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastppo.ppo.options.config import WARNINGS, PPOConfig
-from fastppo.run.options import read_yaml
-from fastppo.run.removed import REMOVED
 from fastppo.run.watch import parse_threshold
 
 K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
@@ -159,15 +155,3 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
 )
 def test_a_reference_model_is_wanted_where_a_kl_to_it_is_or_comes(options, wanted: bool) -> None:
     assert PPOConfig(**options).wants_reference == wanted
-
-
-# -------------------------------------------------------------------------------- what was removed
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_option_is_answered_with_what_to_do_instead(name: str, tmp_path: Path) -> None:
-    option, _, choice = name.partition("=")
-    assert hasattr(PPOConfig(), option) == bool(choice)
-    (tmp_path / "run.yaml").write_text(f"{option}: {choice or 'another'}")
-    with pytest.raises(ValueError, match=re.escape(REMOVED[name].sentence)):
-        PPOConfig(**read_yaml(tmp_path / "run.yaml", PPOConfig))

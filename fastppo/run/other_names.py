@@ -1,0 +1,117 @@
+"""Option names of TRL, verl and OpenRLHF, and ours for the same thing.
+
+An unknown option is answered with our name. docs/from-trl.md, from-verl.md and from-openrlhf.md
+compare the defaults. Names that are ours too are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    # TRL: PPOConfig and the arguments of its script
+    "batch_size": ("rollout_batch_size",),
+    "cliprange": ("clip_ratio",),
+    "cliprange_value": ("value_clip",),
+    "dataset_name": ("prompts", "data"),
+    "dtype": ("param_dtype",),
+    "local_rollout_forward_batch_size": ("generate_batch_size",),
+    "lora_r": ("lora_rank",),
+    "mini_batch_size": ("minibatches",),
+    "model_name_or_path": ("model",),
+    "num_mini_batches": ("minibatches",),
+    "num_ppo_epochs": ("ppo_epochs",),
+    "num_total_batches": ("iterations",),
+    "response_length": ("max_new_tokens",),
+    "reward_model_path": ("rewards",),
+    "sft_model_path": ("model",),
+    "stop_token": ("stop_token_ids",),
+    "stop_token_id": ("stop_token_ids",),
+    "total_episodes": ("iterations",),
+    "use_peft": ("lora_rank",),
+    # transformers: TrainingArguments
+    "bf16": ("precision",),
+    "eval_steps": ("eval_interval",),
+    "eval_strategy": ("eval_interval",),
+    "fp16": ("precision",),
+    "gradient_accumulation_steps": ("rollout_batch_size", "gradient_accumulation"),
+    "lr_scheduler_type": ("lr_schedule",),
+    "max_steps": ("iterations",),
+    "num_train_epochs": ("iterations", "epochs"),
+    "optim": ("optimizer",),
+    "per_device_train_batch_size": ("microbatch_size", "batch_size"),
+    "resume_from_checkpoint": ("resume",),
+    "save_steps": ("checkpoint_interval",),
+    "save_strategy": ("checkpoint_interval",),
+    "warmup_ratio": ("warmup_steps", "warmup"),
+    # TRL: GRPOConfig
+    "beta": ("kl_loss_coef", "kl_coef"),
+    "delta": ("dual_clip",),
+    "environment_factory": ("environment",),
+    "epsilon": ("clip_ratio",),
+    "epsilon_high": ("clip_ratio_high",),
+    "generation_batch_size": ("rollout_batch_size",),
+    "importance_sampling_level": ("objective",),
+    "loss_type": ("aggregation", "objective"),
+    "max_completion_length": ("max_new_tokens",),
+    "max_tool_calling_iterations": ("max_turns",),
+    "num_generations": ("samples_per_prompt",),
+    "num_iterations": ("ppo_epochs",),
+    "reward_funcs": ("rewards",),
+    "scale_rewards": ("advantage",),
+    "steps_per_generation": ("minibatches",),
+    "train_dataset": ("prompts", "data"),
+    "use_bias_correction_kl": ("kl_loss_estimator",),
+    "use_vllm": ("rollout",),
+    # verl, without the sections of its config
+    "adv_estimator": ("advantage",),
+    "clip_ratio_c": ("dual_clip",),
+    "critic_warmup": ("value_warmup_iterations",),
+    "enable_gradient_checkpointing": ("gradient_checkpointing",),
+    "entropy_coeff": ("entropy_coef",),
+    "kl_loss_type": ("kl_loss_estimator",),
+    "kl_penalty": ("kl_estimator",),
+    "log_prob_micro_batch_size_per_gpu": ("microbatch_size",),
+    "loss_agg_mode": ("aggregation",),
+    "loss_mode": ("objective",),
+    "lr": ("learning_rate",),
+    "lr_warmup_steps": ("warmup_steps",),
+    "max_response_length": ("max_new_tokens",),
+    "ppo_max_token_len_per_gpu": ("microbatch_tokens",),
+    "ppo_micro_batch_size_per_gpu": ("microbatch_size",),
+    "ppo_mini_batch_size": ("minibatches",),
+    "prompt_key": ("prompt_column",),
+    "resume_mode": ("resume",),
+    "save_freq": ("checkpoint_interval",),
+    "target_kl": ("kl_target",),
+    "test_freq": ("eval_interval",),
+    "total_training_steps": ("iterations",),
+    "train_batch_size": ("rollout_batch_size",),
+    "train_files": ("prompts", "data"),
+    "val_files": ("eval_prompts", "eval_data"),
+    # OpenRLHF, without the sections of its flags
+    "eps_clip": ("clip_ratio",),
+    "freezing_steps": ("value_warmup_iterations",),
+    "init_coef": ("kl_coef",),
+    "input_key": ("prompt_column",),
+    "lambd": ("lam",),
+    "max_epochs": ("ppo_epochs", "epochs"),
+    "max_norm": ("max_grad_norm",),
+    "max_tokens_per_gpu": ("microbatch_tokens",),
+    "micro_batch_size": ("microbatch_size",),
+    "n_samples_per_prompt": ("samples_per_prompt",),
+    "prompt_dataset": ("prompts", "data"),
+}
+
+
+def suggestion(name: str, known: Container[str] | None = None) -> str | None:
+    """Return our name of another project's option, or None for an unknown name.
+
+    `suggestion("cliprange")` is "clip_ratio"; two candidates are joined by "or". Sections in front
+    of a dot (`actor.optim.lr`) are ignored.
+
+    Args:
+        known: the names to choose from; default all of ours.
+    """
+    ours = OTHER_NAMES.get(name.rpartition(".")[2], ())
+    return " or ".join(option for option in ours if known is None or option in known) or None
