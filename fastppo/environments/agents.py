@@ -35,8 +35,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fastppo.rewards.calling import ANSWERS_WITHIN, UserCodeError, await_call, call_in_thread
-from fastppo.rewards.reading import columns_for, signature_of
+from fastppo.rewards.calling import (
+    SHUTDOWN_TIMEOUT,
+    UserCodeError,
+    await_call,
+    call_in_thread,
+    keywords_for,
+)
 
 SCHEME = "chat:"
 """Begins the address of an agent."""
@@ -245,9 +250,7 @@ class Session:
 
     async def _called(self, row: Mapping[str, Any]) -> Any:
         """The agent, in a thread of its own unless it is a coroutine function."""
-        signature = signature_of(self.play)
-        given = dict(row) if signature is None else columns_for(signature, row)
-        play = functools.partial(self.play, **given)
+        play = functools.partial(self.play, **keywords_for(self.play, row))
         if inspect.iscoroutinefunction(self.play):
             return await await_call(play)
         return await asyncio.wrap_future(call_in_thread(play))
@@ -268,7 +271,7 @@ class Session:
             self.answer.set_exception(RefusedError(ENDED))
         if self.playing is not None:
             self.playing.cancel()
-            await asyncio.wait({self.playing}, timeout=ANSWERS_WITHIN)  # it may take no end
+            await asyncio.wait({self.playing}, timeout=SHUTDOWN_TIMEOUT)  # it may take no end
 
 
 def _result(run: asyncio.Task[Any]) -> Any:

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import is_chat, render_chat
 from fastppo.data.rows import DataError
-from fastppo.rewards.calling import UserCodeError, await_call, call
-from fastppo.rewards.reading import columns_for
+from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
 
 NO_TOOLS = ("reset", "step", "get_reward", "close")
 """Public methods that are no tools."""
@@ -277,7 +276,7 @@ class _Episode:
         """The user's `reset`, with those parts of the row that it names."""
         reset = self.environment.reset
         row = {"prompt": prompt, **columns}
-        return functools.partial(reset, **columns_for(inspect.signature(reset), row))
+        return functools.partial(reset, **keywords_for(reset, row))
 
     def _answer(self, tool_call: ToolCall) -> dict[str, Any]:
         """The message that answers a call."""

@@ -27,9 +27,8 @@ from fastppo.data.rows import visited
 from fastppo.data.world import World
 from fastppo.ppo.options.prompts import CurriculumOptions
 from fastppo.ppo.prompt_numbers import checked_numbers, column_numbers
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
+from fastppo.rewards.calling import UserCodeError, call, keywords_for, place_of
 from fastppo.rewards.loading import load_callable
-from fastppo.rewards.reading import columns_for, signature_of
 from fastppo.rewards.reward import plain_values
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
@@ -99,13 +98,10 @@ class Curriculum:
     def _call(self, option_name: str, spec: str, function: Callable[..., Any]) -> list[float]:
         """What a function returns for copies of the prompts and of the columns that it names;
         raises as `_load` does."""
-        signature = signature_of(function)
-        columns_named = {} if signature is None else columns_for(signature, self.prompts.columns)
         prompts = copy.deepcopy(list(self.prompts.prompts))
-        columns = copy.deepcopy(columns_named)
+        columns = keywords_for(function, self.prompts.columns)
         try:
-            with CallOptions(say=self.say).restoring(f"{option_name}={spec}"):
-                numbers = call(lambda: plain_values(function(prompts, **columns), depth=2))
+            numbers = call(lambda: plain_values(function(prompts, **columns)))
         except UserCodeError as error:
             place = place_of(error.__cause__)
             raise ValueError(f"{option_name}={spec} {error}{place}") from error

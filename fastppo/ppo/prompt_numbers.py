@@ -28,7 +28,7 @@ def column_numbers(
 def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
     """`count` finite numbers, of which weights are at least 0 and not all 0; raises ValueError for
     others."""
-    numbers = plain_values(values, depth=2)
+    numbers = plain_values(values)
     if not isinstance(numbers, (list, tuple)) or len(numbers) != count:
         raise ValueError(
             f"{option_name}={spec}: expected a number for each of {count} prompts, got "

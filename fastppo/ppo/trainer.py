@@ -178,7 +178,6 @@ class PPOTrainer:
             callbacks,
             config,
             world=self.world,
-            say=self.say,
             model=self.model.causal_lm,
             processing_class=self.tokenizer,
             optimizer=self.optimizer,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fastppo.data import fingerprint
 from fastppo.data.files import MissingPathError
 from fastppo.rewards import addresses
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
+from fastppo.rewards.calling import UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name
 
@@ -95,15 +95,14 @@ def _load_function(where: str, name: str, option: str) -> Any:
     if is_file and not Path(where).is_file():
         raise MissingPathError(f"{option} {where}:{name}: there is no file {where}", where)
     try:
-        with CallOptions().restoring(where):
-            module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
-            function = call(lambda: getattr(module, name, None))
+        module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
     except UserCodeError as error:
         cause = error.__cause__
         sentence = f"importing {where} {error}{place_of(cause)}"
         if isinstance(cause, ModuleNotFoundError) and not is_file:
             sentence = f"no module {cause.name!r}"
         raise ValueError(f"{option} {where}:{name}: {sentence}") from cause
+    function = getattr(module, name, None)
     if not callable(function):
         is_kind = inspect.isclass if option == "environment" else inspect.isfunction
         known = [key for key, value in vars(module).items() if is_kind(value)]

@@ -46,9 +46,6 @@ MAX_REWARD = 1e15
 """Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares the
 result, and 1e38 is infinite. Beyond this every step would be skipped."""
 
-DEPTH = 3
-"""Nesting of one completion's reward at most: numbers in pairs in a list of steps."""
-
 ATTEMPTS = 3
 """Times that a reward which does not return in time is called."""
 
@@ -161,8 +158,7 @@ def score(
     """
     options = options or CallOptions()
     try:
-        with options.restoring(f"reward {term.name!r}"):
-            return score_term(term, samples, options)
+        return score_term(term, samples, options)
     except TermError as error:
         rows = range(len(samples)) if error.row is None else [error.row]
         saved = save_failure(failure_file, error, samples.select(rows))
@@ -200,10 +196,7 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         partials = returned.partial or [None] * len(returned)
         returned = [v if p is None else p for v, p in zip(returned, partials, strict=True)]
     count = len(samples)
-    try:
-        rewards = _plain(returned, depth=1)
-    except ValueError as error:
-        raise TermError(name, str(error)) from error
+    rewards = plain_values(returned)
     if not isinstance(rewards, (list, tuple)):
         raise TermError(
             name,
@@ -218,7 +211,7 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
         try:
-            total, steps = _read(_plain(reward, depth=DEPTH), tokens, row)
+            total, steps = _read(reward, tokens, row)
         except ValueError as error:
             raise TermError(name, str(error), row) from None
         totals.append(total)
@@ -227,41 +220,12 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
     return Scored(totals, partial if has_parts else None, disagreement)
 
 
-def _plain(value: Any, depth: int) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers; lists and numbers of a user's class,
-    whose methods may raise, as Python's own. What is nested deeper is left as it is.
-
-    Raises:
-        ValueError: it raised where it was read.
-    """
-    if type(value) in (int, float):
-        return value
-    try:
-        return call(lambda: plain_values(value, depth))
-    except UserCodeError as error:
-        raise ValueError(f"returned {type(value).__name__}, which {error} when read") from error
-
-
-def plain_values(value: Any, depth: int) -> Any:
-    """A number, or lists of them `depth` deep, as Python's own; raises whatever a user's class
-    does."""
-    if depth == 0:
-        return value
-    value = value.tolist() if hasattr(value, "tolist") else value
+def plain_values(value: Any) -> Any:
+    """Convert arrays, tensors and their scalars, also within lists, to Python lists and numbers."""
     if isinstance(value, (list, tuple)):
         kind = tuple if isinstance(value, tuple) else list
-        return kind([plain_values(item, depth - 1) for item in value])
-    return plain_number(value)
-
-
-def plain_number(value: Any) -> Any:
-    """A number of a subclass, whose methods may raise, as the number; all else, and a bool, as it
-    is."""
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__int__(value)
-    return value
+        return kind(plain_values(item) for item in value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | None]:

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fastppo.data.world import World
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
+from fastppo.rewards.calling import UserCodeError, call, place_of
 from fastppo.run.options import Options
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
@@ -91,7 +91,6 @@ class Callbacks:
     Args:
         callbacks: objects or classes.
         config: the run's options; its `report_to` names the tracker, which is told first.
-        say: takes a sentence for the user.
         parts: further keywords of each event: model, processing_class, optimizer.
 
     Raises:
@@ -105,13 +104,11 @@ class Callbacks:
         callbacks: Sequence[Any],
         config: Any,
         world: World | None = None,
-        say: Callable[[str], None] = print,
         **parts: Any,
     ) -> None:
         if not isinstance(callbacks, list | tuple):
             raise TypeError(f"callbacks must be a list, got {describe(callbacks)}")
         self.world = world or World()
-        self.calls = CallOptions(say=say)
         self.parts = parts
         self.callbacks = [self._instance(callback) for callback in callbacks]
         names: dict[str, Any] = {"project": PROJECT}
@@ -197,8 +194,7 @@ class Callbacks:
         """What a callback returns. What it raises is the caller's, as in transformers; but an
         `exit()` ends no run."""
         try:
-            with self.calls.restoring(f"callback {name}"):
-                return call(function)
+            return call(function)
         except UserCodeError as error:
             cause = error.__cause__
             if isinstance(cause, Exception):
