@@ -204,8 +204,11 @@ def place_of(error: BaseException | None) -> str:
     Of the traceback's first file outside this package, take the innermost frame. Frames below it
     are a library's.
     """
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
-    frames = [frame for frame in frames if not frame.filename.startswith(INTERNAL_FILES)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__ if error else None)
+        if not frame.filename.startswith(INTERNAL_FILES)
+    ]
     if not frames:
         return ""
     frame = [f for f in frames if f.filename == frames[0].filename][-1]
