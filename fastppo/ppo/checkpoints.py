@@ -89,7 +89,7 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
             f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
             + (f", such as {known}" if known else "")
         )
-    run = manifest.read(path, int(path.name.split("-")[1]))["run"]
+    run = manifest.read(path)["run"]
     with checkpoint.readable(path):
         config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
         model = run["fingerprints"]["model"]
@@ -202,7 +202,7 @@ class Checkpoints:
         if best is None:
             return None
         try:
-            manifest.read(best, int(best.name.split("-")[1]))
+            manifest.read(best)
         except manifest.DamagedError as error:
             self.say(f"no policy-best: {error}")
             return None

@@ -438,7 +438,7 @@ class SupervisedTrainer(Trainer, ABC):
         try:
             super()._save_checkpoint(*args, **kwargs)
             written = unfinished / path.name
-            manifest.write(written, self.state.global_step, {"run": self.identity})
+            manifest.write(written, {"run": self.identity})
             shutil.rmtree(path, ignore_errors=True)
             written.rename(path)
             manifest.sync(run_dir)
