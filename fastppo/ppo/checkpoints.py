@@ -90,9 +90,8 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
             + (f", such as {known}" if known else "")
         )
     run = manifest.read(path)["run"]
-    with checkpoint.readable(path):
-        config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
-        model = run["fingerprints"]["model"]
+    config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
+    model = run["fingerprints"]["model"]
     if not config.model:
         raise ValueError(f"{path}: the run was given its model in Python: trainer.save_policy(…)")
     loader = ModelLoader(config, choose_device(device))
@@ -101,8 +100,7 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
         raise ValueError(f"{path}: model {config.model} is not what it was when the run started")
     tokenizer = load_tokenizer(config.model)
     policy = make_policy(causal_lm, tokenizer, config, loader)
-    with checkpoint.readable(path):
-        checkpoint.load_policy(path, policy)
+    checkpoint.load_policy(path, policy)
     return policy, tokenizer
 
 
@@ -236,19 +234,15 @@ class Checkpoints:
         return True
 
     def _load(self, path: Path) -> None:
-        with checkpoint.readable(path):
-            saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
-            self.state.load_state_dict(saved_state)
-            try:
-                self.engine.load_state_dict(saved_state.get("engine", {}))
-            except ValueError as error:  # of a response
-                raise ValueError(f"{path}: {error}") from error
-            if self.state.value_regression is not None:
-                self.state.value_regression.load_tensors(
-                    checkpoint.load_value_regression(path), self.model.value_function.head
-                )
-            if self.reference is not None:
-                self.reference.load_state_dict(saved_reference)
+        saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
+        self.state.load_state_dict(saved_state)
+        self.engine.load_state_dict(saved_state["engine"])
+        if self.state.value_regression is not None:
+            self.state.value_regression.load_tensors(
+                checkpoint.load_value_regression(path), self.model.value_function.head
+            )
+        if self.reference is not None:
+            self.reference.load_state_dict(saved_reference)
 
     def _newest(self) -> manifest.Newest | None:
         checkpoint.remove_leftovers(self.run_dir)

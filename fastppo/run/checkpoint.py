@@ -19,8 +19,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -228,16 +227,6 @@ def finish(
     prune(path.parent, None if best is None else best.metric, never=path)
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn torch's refusal of a pickle into a ValueError that names the checkpoint."""
-    try:
-        yield
-    except UnpicklingError as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"{path} cannot be read: {reason}") from error
-
-
 def failed(path: Path, error: Exception) -> CheckpointError:
     """The error for a checkpoint that could not be written."""
     older = checkpoints(path.parent)
@@ -301,8 +290,10 @@ def load(
     """
     path = Path(path)
     record = _read_record(path)
-    with readable(path):
+    try:
         optimizer_state = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     reshard(model)
     if (path / shards.FOLDER).is_dir():
         weights, tensors, reference = shards.read(path, model, optimizer)
