@@ -27,26 +27,24 @@ SCALES = 256
 """Scales of 8 bits that share one of 32."""
 
 
-def quantization_config(kind: str, dtype: torch.dtype) -> Any:
-    """What transformers is asked for.
+def nf4_config(dtype: torch.dtype) -> Any:
+    """Return transformers' config for NF4 weights with quantized scales.
 
     Args:
-        kind: nf4 or fp4, the 16 values that a weight may have.
-        dtype: of the products.
+        dtype: of the matrix products.
 
     Raises:
         ValueError: bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"quantization={kind} needs bitsandbytes, which is not installed: "
-            f"pip install '{NEEDED}'"
+            f"quantization=nf4 needs bitsandbytes, which is not installed: pip install '{NEEDED}'"
         )
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
+        bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )

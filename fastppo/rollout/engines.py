@@ -1,4 +1,4 @@
-"""Which engine a run gets: by name, after a check that it decodes the policy as `generate` does."""
+"""Build the decoder or `generate` engine by name, after checking the decoder against `generate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
 COMPARED_TOKENS = 6
-"""Tokens drawn for each prompt: enough for a wrong position, mask or cache to show."""
+"""Tokens drawn for each test prompt: enough for a wrong position, mask or cache to show."""
 
 
 def make_engine(
@@ -21,15 +21,15 @@ def make_engine(
     *,
     batch_size: int | None = None,
     final_values: bool = False,
-    fixed_shapes: bool | None = None,
+    static_cache: bool = False,
 ) -> tuple[RolloutEngine, str | None]:
-    """The engine of that name, and a sentence where it is another one after all.
+    """Return the engine, and a warning if it is not the one named.
 
     Args:
         name: decoder or generate.
         batch_size: sequences decoded at once; None for all.
-        final_values: the learner needs the value after a response that was cut off.
-        fixed_shapes: of the decoder; by default on a GPU.
+        final_values: for the decoder; also give the value after a truncated response.
+        static_cache: for `generate`; see `GenerateEngine`.
     """
     generate = GenerateEngine(
         policy.causal_lm,
@@ -37,25 +37,16 @@ def make_engine(
         batch_size=batch_size,
         compute_dtype=policy.compute_dtype,
         tokenizer=tokenizer,
+        static_cache=static_cache and name == "generate",
     )
     if name == "generate":
         return generate, None
     decoder = DecoderEngine(
-        policy,
-        batch_size=batch_size,
-        final_values=final_values,
-        tokenizer=tokenizer,
-        fixed_shapes=fixed_shapes,
+        policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
     )
-    note = None
     wrong = difference(decoder, generate, policy)
-    if wrong is not None and decoder.fixed is not None:
-        note = f"rollout=decoder decodes without CUDA graphs; with them {wrong}"
-        decoder.fixed = None
-        wrong = difference(decoder, generate, policy)
-    decoder.release()
     if wrong is None:
-        return decoder, note
+        return decoder, None
     return generate, (
         f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
         f"generate does ({wrong}): using rollout=generate"
@@ -63,11 +54,13 @@ def make_engine(
 
 
 def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageModel) -> str | None:
-    """How a few greedy tokens of an engine differ from `generate`'s on the same weights; None where
-    they do not.
+    """Compare a few greedy tokens of an engine with `generate`'s on the same weights.
 
-    Tokens may differ where two are equally likely but for rounding. So what is compared, up to the
-    first token that differs and with it, is the logprob of the likeliest token.
+    Equally likely tokens may differ by rounding. So the comparison is of the logprobs of the
+    likeliest tokens, up to and including the first token that differs.
+
+    Returns:
+        The difference as a phrase, or None.
     """
     vocabulary = policy.head.vocabulary
     context = policy.context or 64

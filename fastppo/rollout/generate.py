@@ -1,7 +1,7 @@
-"""Hugging Face `generate` on the policy itself: for any model that transformers can decode.
+"""Rollouts by Hugging Face `generate`, for any model that transformers can decode.
 
-`generate` keeps the logits of one step at a time. The sampled tokens' logprobs are taken from them
-step by step, so `[B, T, V]` is never held. It has no place for values.
+A logits processor takes the logprob of each sampled token from the logits of its step, so `[B, T,
+V]` logits are never held. `generate` gives no values.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from fastppo.rollout.stopping import StopStrings
 
 
 class _SampledLogprobs(LogitsProcessor):
-    """Restricts one step's logits, and keeps them until the token drawn is known, then only its
-    logprobs.
-    """
+    """Restrict the logits of each step, and record the logprobs of the tokens drawn from them."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -50,7 +48,7 @@ class _SampledLogprobs(LogitsProcessor):
         return scores if restricted is None else restricted
 
     def take(self, input_ids: Tensor) -> None:
-        """Records the logprobs of the newest token under the logits that it was drawn from."""
+        """Record the logprobs of the newest token under the pending logits."""
         if self.pending is None:
             return
         drawn = input_ids[:, -1].contiguous()
@@ -61,13 +59,13 @@ class _SampledLogprobs(LogitsProcessor):
         if restricted is None:
             self.sampler_logprobs.append(logprobs)
         else:
-            # A finished row is filled with the pad token, which may be one of the forbidden.
+            # −inf on finished rows whose pad token is not among those kept; cut off later.
             self.sampler_logprobs.append(token_logprobs(restricted, drawn, temperature=temperature))
         self.pending = None
 
 
 class _AtStopString(StoppingCriteria):
-    """Ends the rows that completed a stop string, and remembers where."""
+    """End the rows that completed a stop string, and record their lengths."""
 
     def __init__(self, strings: StopStrings, width: int, rows: int) -> None:
         self.strings = strings
@@ -85,10 +83,12 @@ class _AtStopString(StoppingCriteria):
 
 
 class GenerateEngine(RolloutEngine):
-    """`generate(prompt_ids, sampling)` with a transformers model, in batches of `batch_size`.
+    """Sample with `model.generate`, `batch_size` rows at a time.
 
     Args:
         tokenizer: only needed for stop strings.
+        static_cache: use transformers' static KV cache, with which `generate` compiles the decoding
+            step on a GPU. The first rollout waits for the compiler.
     """
 
     same_weights = True
@@ -101,19 +101,21 @@ class GenerateEngine(RolloutEngine):
         batch_size: int | None = None,
         compute_dtype: torch.dtype | None = None,
         tokenizer: Any = None,
+        static_cache: bool = False,
     ) -> None:
         self.model = model
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
         self.compute_dtype = compute_dtype
         self.tokenizer = tokenizer
+        self.static_cache = static_cache
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        """Draws one response per prompt from the model's current weights.
+        """Draw one response per prompt from the model's current weights.
 
         Raises:
-            ValueError: a prompt is empty; stop strings without a tokenizer.
+            ValueError: a prompt is empty, or there are stop strings and no tokenizer.
         """
         check_prompts(prompt_ids)
         strings = StopStrings(self.tokenizer, sampling.stop_strings)
@@ -134,6 +136,8 @@ class GenerateEngine(RolloutEngine):
         recorder = _SampledLogprobs(sampling)
         at_string = _AtStopString(strings, width, len(prompt_ids))
         config = _generation_config(sampling, self.pad_token_id)
+        if self.static_cache:
+            config.cache_implementation = "static"
         with _generating(self.model, config), autocast(device, self.compute_dtype):
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids.to(device),
@@ -153,10 +157,10 @@ class GenerateEngine(RolloutEngine):
 
 @contextmanager
 def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """The model in evaluation mode, with this generation config in place of its own."""
+    """Put the model in evaluation mode, with this generation config in place of its own."""
     own_config = model.generation_config
     was_training = model.training
-    model.eval()  # gradient checkpointing is for training mode and forbids the cache
+    model.eval()  # in training mode gradient checkpointing switches the cache off
     model.generation_config = config
     try:
         yield
@@ -166,11 +170,11 @@ def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 
 def _generation_config(sampling: Sampling, pad_token_id: int) -> GenerationConfig:
-    """`sampling` decides alone: a model's own generation config may have a top-k or a repetition
-    penalty, and then the tokens would not be drawn from the policy that is trained."""
+    """Build a config from `sampling` alone. The model's own may have a top-k or a repetition
+    penalty, and would sample from another distribution than the trained policy."""
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
-        # Top-k and top-p are applied by the logits processor, which records what they leave.
+        # The logits processor applies top-k and top-p, and records both logprobs.
         options = {
             "do_sample": True,
             "temperature": sampling.temperature,
@@ -194,12 +198,11 @@ def _cut_at_stop(
     stop: set[int],
     string_lengths: list[int | None],
 ) -> Rollout:
-    """Responses up to and with their first stop token, or the token that completed a stop string;
-    what follows it is ignored.
+    """Cut each response after its first stop token or complete stop string.
 
     Args:
         drawn, sampler_logprobs, logprobs: [B, T].
-        string_lengths: [B] tokens with which a stop string was complete, None where none was.
+        string_lengths: [B] length at which a stop string was complete, or None.
     """
     rollout = Rollout([], [], sampler_logprobs=[], logprobs=[])
     assert rollout.sampler_logprobs is not None

@@ -1,5 +1,5 @@
-"""The decoder gives `generate`'s greedy tokens, the learner's logprobs and values, and its random
-numbers belong to rows."""
+"""The decoder gives `generate`'s greedy tokens and the learner's logprobs and values, and a row's
+draws do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastppo.rollout.generate import GenerateEngine
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
 STOP = (1, 2, 3, 4, 5, 6, 7)
-"""Many, so that rows end at different steps."""
+"""Many stop tokens, so that rows end at different steps."""
 
 
 def _sampling(**options: object) -> Sampling:
@@ -42,13 +42,12 @@ def test_a_policy_in_fp64_is_decoded_with_its_final_values() -> None:
     )
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed shapes"])
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
-def test_greedy_tokens_are_those_of_generate(architecture: str, fixed: bool) -> None:
+def test_greedy_tokens_are_those_of_generate(architecture: str) -> None:
     policy = make_policy(architecture)
     sampling = _sampling(greedy=True)
     wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
-    actual = DecoderEngine(policy, fixed_shapes=fixed).generate(PROMPTS, sampling)
+    actual = DecoderEngine(policy).generate(PROMPTS, sampling)
     assert actual.tokens == wanted.tokens
     assert actual.finish_reasons == wanted.finish_reasons
     torch.testing.assert_close(
@@ -76,8 +75,8 @@ def test_greedy_tokens_with_adapters_are_those_of_generate() -> None:
     ids=str,
 )
 def test_logprobs_and_values_are_the_learners(architecture: str, options) -> None:
-    """Of the whole softmax whatever was left to draw from; of truncated responses the value after
-    the last token too."""
+    """Under top-k and top-p the logprobs are of the whole softmax; truncated responses have a final
+    value."""
     policy = make_policy(architecture)
     rollout = _draw(policy, **options)
     wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens), options.get("temperature", 1.0))
@@ -93,7 +92,7 @@ def test_logprobs_and_values_are_the_learners(architecture: str, options) -> Non
     assert (gap >= -1e-6).all()
 
 
-def test_a_value_function_that_needs_more_than_the_last_state_gives_no_values() -> None:
+def test_a_critic_gives_no_values() -> None:
     causal_lm = tiny.model()
     critic = critic_of_policy(causal_lm)
     for policy in (ActorCritic(causal_lm, None, critic), LanguageModel(causal_lm)):
@@ -103,7 +102,7 @@ def test_a_value_function_that_needs_more_than_the_last_state_gives_no_values() 
         assert rollout.logprobs is not None
 
 
-def test_a_row_draws_the_same_whichever_rows_are_beside_it() -> None:
+def test_a_rows_draws_do_not_depend_on_the_batch_size() -> None:
     policy = make_policy()
     together = _draw(policy)
     assert {*together.finish_reasons} == {FINISHED, TRUNCATED}
@@ -159,9 +158,8 @@ def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:
     assert _draw(make_policy(), prompts=[]).tokens == []
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed shapes"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
-def test_a_prompt_of_several_rows_is_read_once(architecture: str, fixed: bool) -> None:
+def test_a_prompt_of_several_rows_is_read_once(architecture: str) -> None:
     policy = make_policy(architecture)
     prompts = [prompt for prompt in PROMPTS for _ in range(3)] + PROMPTS[:1]
     read = []
@@ -172,7 +170,7 @@ def test_a_prompt_of_several_rows_is_read_once(architecture: str, fixed: bool) -
 
     def draw(batch_size: int | None) -> Rollout:
         torch.manual_seed(0)
-        engine = DecoderEngine(policy, batch_size=batch_size, fixed_shapes=fixed, final_values=True)
+        engine = DecoderEngine(policy, batch_size=batch_size, final_values=True)
         return engine.generate(prompts, _sampling())
 
     alone = draw(1)

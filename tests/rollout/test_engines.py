@@ -1,4 +1,4 @@
-"""An engine by name, and `generate` for a model that the decoder would decode wrongly."""
+"""`make_engine` takes the decoder only for models that it decodes as `generate` does."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import torch
 from fastppo.models.policy import ActorCritic
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.engines import make_engine
-from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.generate import GenerateEngine
 
 
-def _engine(policy: ActorCritic, name: str = "decoder", *, fixed_shapes: bool | None = None):
-    options = {"batch_size": 3, "final_values": True, "fixed_shapes": fixed_shapes}
-    return make_engine(name, policy, tiny.tokenizer(), 0, **options)
+def _engine(policy: ActorCritic, name: str = "decoder"):
+    return make_engine(name, policy, tiny.tokenizer(), 0, batch_size=3, final_values=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
-def test_the_decoder_is_taken_where_it_decodes_as_generate_does(architecture: str, dtype) -> None:
+def test_the_decoder_decodes_every_architecture_as_generate_does(architecture: str, dtype) -> None:
     policy = ActorCritic(tiny.model(architecture), compute_dtype=dtype)
     engine, note = _engine(policy)
     assert isinstance(engine, DecoderEngine)
@@ -28,7 +26,7 @@ def test_the_decoder_is_taken_where_it_decodes_as_generate_does(architecture: st
 
 
 @pytest.mark.parametrize("wrong", ["positions", "no position ids"])
-def test_a_model_that_decodes_otherwise_gets_generate_with_a_sentence(wrong: str) -> None:
+def test_a_model_that_the_decoder_gets_wrong_gets_generate_and_a_warning(wrong: str) -> None:
     policy = ActorCritic(tiny.model())
     trunk, own = policy.causal_lm.base_model, policy.causal_lm.base_model.forward
 
@@ -55,23 +53,3 @@ def test_a_model_that_decodes_otherwise_gets_generate_with_a_sentence(wrong: str
     assert note.startswith("rollout=decoder does not decode LlamaForCausalLM as Hugging Face")
     assert note.endswith("using rollout=generate")
     assert ("TypeError" if wrong == "no position ids" else "nats off") in note
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_fixed_shapes_that_fail_leave_the_loop_with_a_sentence(fails: bool, monkeypatch) -> None:
-    def capture(self, *args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    if fails:
-        monkeypatch.setattr(FixedShapes, "decode", capture)
-    engine, note = _engine(ActorCritic(tiny.model()), fixed_shapes=True)
-    assert isinstance(engine, DecoderEngine)
-    assert (engine.fixed is None, note) == (
-        fails,
-        "rollout=decoder decodes without CUDA graphs; with them RuntimeError: operation not "
-        "permitted when stream is capturing"
-        if fails
-        else None,
-    )
-    if not fails:
-        assert engine.fixed._memory is None

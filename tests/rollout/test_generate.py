@@ -1,4 +1,4 @@
-"""Rollouts: what is sampled is the policy that is trained, and nothing of size B·T·V is held."""
+"""`generate` samples from the trained policy, and no tensor of size B·T·V is held."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _rollout(architecture: str = "llama", pad: int = 0, **options: object):
 
 @pytest.mark.parametrize("architecture", tiny.TRAINED)
 def test_the_samplers_logprobs_are_the_learners(architecture: str) -> None:
-    """Left padding while sampling, right padding while learning, one distribution."""
+    """Sampling pads on the left and learning on the right."""
     temperature = 0.6
     causal_lm, rollout = _rollout(architecture, temperature=temperature)
     batch = Batch.of(PROMPTS, rollout.tokens)
@@ -34,7 +34,6 @@ def test_the_samplers_logprobs_are_the_learners(architecture: str) -> None:
 
 
 def test_pad_may_be_eos() -> None:
-    """The same tokens, lengths and logprobs whichever token pads."""
     torch.manual_seed(3)
     _, one = _rollout(pad=0, max_new_tokens=24)
     torch.manual_seed(3)
@@ -66,8 +65,19 @@ def test_batches_of_the_engine_keep_the_prompts_order() -> None:
     assert parts.tokens == at_once.tokens
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_the_static_cache_gives_the_same_tokens(architecture: str) -> None:
+    causal_lm = tiny.model(architecture)
+    sampling = Sampling(max_new_tokens=8, greedy=True, stop_token_ids=(1,))
+    dynamic = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
+    static = GenerateEngine(causal_lm, 0, static_cache=True).generate(PROMPTS, sampling)
+    assert static.tokens == dynamic.tokens
+    pair = torch.cat(static.logprobs), torch.cat(dynamic.logprobs)
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+
 def test_full_logits_are_not_kept_during_generation() -> None:
-    """TRL kept [B, T, V]; here no tensor grows with the number of steps times the vocabulary."""
+    """TRL kept [B, T, V] logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocabulary, steps, rows = 5000, 24, 3

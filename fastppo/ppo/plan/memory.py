@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from fastppo.data.batch import Batch
 from fastppo.models import quantized
-from fastppo.models.cache import ROOM, GrowingCache, has_fixed_cache
+from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
 from fastppo.models.trunk import hidden_states, last_states, layers_of
 from fastppo.ppo.eight_bit import empty_moments
@@ -52,7 +52,6 @@ from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
-from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
 
 DRAW_BUFFERS = 4
 """[B, V] fp32 of a decoding step: logits, scaled scores, probabilities, what the draw takes."""
@@ -225,13 +224,7 @@ class Process:
             at_prompts = room_of(cache)
             casts = self.live.bytes - before - at_prompts  # of weights, for the whole rollout
         prompts_pass = peak.bytes - at_prompts
-        on_gpu = run.device.type == "cuda" and self.config.rollout == "decoder"
-        if on_gpu and not run.is_sharded and has_fixed_cache(self.policy.config):
-            rows = bucket(rows, ROWS)
-            longest = cache_bytes(cache, rows, bucket(run.tokens, TOKENS), has_windows=False)
-            at_prompts = longest
-        else:
-            longest = cache_bytes(cache, rows, run.tokens - 1 + ROOM)
+        longest = cache_bytes(cache, rows, run.tokens - 1 + GROWTH)
         parts |= {
             "KV cache": longest,
             "logits": DRAW_BUFFERS * rows * self.policy.head.vocabulary * 4,
@@ -384,15 +377,11 @@ def room_of(cache: Any) -> int:
     return bytes_of(tensors)
 
 
-def cache_bytes(cache: Any, rows: int, tokens: int, *, has_windows: bool = True) -> int:
-    """Bytes that the layers of a cache need for so many tokens of so many sequences.
-
-    Args:
-        has_windows: whether a layer with a sliding window keeps that alone.
-    """
+def cache_bytes(cache: Any, rows: int, tokens: int) -> int:
+    """Bytes that the layers of a cache need for so many tokens of so many sequences."""
     size = 0
     for layer in cache.layers:
-        window = getattr(layer, "sliding_window", None) if has_windows else None
+        window = getattr(layer, "sliding_window", None)
         kept = tokens if window is None else min(tokens, window)
         for states in (layer.keys, layer.values):
             if states is not None:  # a layer may read another's

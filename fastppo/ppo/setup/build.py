@@ -399,8 +399,8 @@ def choose_engine(
             pad_token_id(tokenizer, policy.causal_lm),
             batch_size=config.generate_batch_size,
             final_values=config.bootstrap_truncated,
-            # A CUDA graph reads weights where they were, and gathered ones are elsewhere each time.
-            fixed_shapes=False if world.size > 1 else None,
+            # transformers compiles the model, and FSDP gathers weights at other addresses.
+            static_cache=policy.device.type == "cuda" and world.size == 1,
         )
         if config.async_steps:
             chosen = CopyEngine(chosen, decoded)

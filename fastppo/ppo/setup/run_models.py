@@ -59,7 +59,7 @@ class ModelLoader:
         settings = None
         if quantization != "none":
             products = compute_dtype(self.config.precision, self.device) or self.dtype
-            settings = quantized.quantization_config(quantization, products)
+            settings = quantized.nf4_config(products)
         model = load_causal_lm(
             name,
             dtype=self.dtype,

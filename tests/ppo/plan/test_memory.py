@@ -83,13 +83,6 @@ def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def test_on_a_gpu_the_cache_has_its_size_from_the_start(tmp_path: Path) -> None:
-    more = {"rollout_batch_size": 60, "minibatches": 4, "max_new_tokens": 150, "device": "cuda"}
-    plan = make_plan(options(tmp_path, **more), 4, memory=80)  # the last step is the rollout's peak
-    rows, tokens = 64, 256  # whole buckets of 60 and 154
-    assert sizes(plan, "rollout")["KV cache"] == 2 * 2 * 2 * 2 * 32 * tokens * rows
-
-
 def test_a_smaller_microbatch_takes_less_until_a_batch_has_no_more(tmp_path: Path) -> None:
     def activations(size: int) -> int:
         config = options(tmp_path, microbatch_size=size)
