@@ -38,17 +38,10 @@ def _refused(arguments: list[str], code: int = 2) -> str:
     return said[0]
 
 
-HALF = "\\ud800"
 LINES = {
-    "an integer of 5000 digits": (
-        b'{"prompt": ' + b"9" * 5000 + b"}",
-        "a value that cannot be read",
-    ),
-    "half a surrogate pair": (f'{{"prompt": "w1 {HALF}"}}'.encode(), "half of a surrogate pair"),
     "not UTF-8": (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 13 of the line)"),
-    "deep": (b"[" * 100_000, "line 2: a value that cannot be read"),
     "cut": (b'{"prompt": "w', "line 2: not valid JSON"),
-    "a long value": (b'{"prompt": {"a": "' + b"x" * 10_000 + b'"}}', "got dict"),
+    "a long value": (b'{"prompt": {"a": "' + b"x" * 10_000 + b'"}}', "got {'a': 'xxx"),
 }
 
 
@@ -186,22 +179,6 @@ def test_what_a_terminal_has_no_character_for_is_escaped(
 def test_a_program_that_was_started_without_stderr_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"WORLD_SIZE": "9" * 30}, "WORLD_SIZE must be a number, as torchrun sets it, got '999"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a number"),
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK must be below WORLD_SIZE"),
-    ],
-)
-def test_a_place_among_processes_that_cannot_be_is_refused(
-    variables: dict[str, str], says: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert says in _refused(folder.flags())
 
 
 def test_what_cannot_be_written_is_named(

@@ -1,17 +1,17 @@
-"""Prompts and the responses to them, laid end to end; masks and positions follow from lengths.
+"""Batches of prompts and responses, stored end to end; masks and positions follow from lengths.
 
-Lengths live on the host, so nothing here waits for a GPU, and they alone say what is a prompt, a
-response or padding: the pad token may be any token, EOS included. Quantities per token (logprobs,
-values, advantages, …) are packed: the response tokens of sequence 0, then those of sequence 1, and
-so on, `[N]`. Nothing is computed for a prompt or for padding.
+Lengths are kept on the CPU, so nothing here synchronizes with the GPU. They alone tell prompts,
+responses and padding apart: the pad token may be any token, EOS included. Per-token quantities
+(logprobs, values, advantages, …) are packed, `[N]`: the response tokens of sequence 0, then those
+of sequence 1, and so on. Nothing is computed for prompts or padding.
 
-A response may hold tokens that the policy did not write: a tool's answer between two turns, say.
-The policy reads them, but they are not among the N, so they have no loss, KL, entropy or value. A
-turn is a run of tokens that the policy did write.
+A response may contain tokens not written by the policy, such as a tool's answer between two turns.
+The policy reads them, but they are not among the N: they have no loss, KL, entropy or value. A turn
+is a run of consecutive tokens written by the policy.
 
-A transformer reads a `Layout`: the same tokens as rows, and where in them the hidden states are
-that predict the response tokens. Rows are padded on the right, so with causal attention no token
-sees any padding and no mask is needed; packed, all sequences are one row.
+A transformer reads a `Layout`: the same tokens as rows, with the positions of the hidden states
+that predict the response tokens. Rows are padded on the right, so causal attention never sees
+padding and no mask is needed. In a packed layout all sequences share one row.
 """
 
 from __future__ import annotations
@@ -26,44 +26,43 @@ from torch import Tensor
 
 
 class Packing(NamedTuple):
-    """Where sequences begin in a row that holds them end to end."""
+    """Sequence boundaries within a packed row."""
 
     position_ids: Tensor
-    """[1, Σ length] int64: from 0 for each sequence."""
+    """[1, Σ length] int64, starting from 0 for each sequence."""
     cu_seqlens: Tensor
-    """[B + 1] int32: where each sequence begins, and Σ length."""
+    """[B + 1] int32: the start of each sequence, then Σ length."""
     longest: int
-    """Tokens."""
+    """Length of the longest sequence, tokens."""
 
 
 class Layout(NamedTuple):
-    """A batch as a transformer's input: a padded row per sequence, or all of them in one row."""
+    """The input of a transformer: one padded row per sequence, or all sequences in one row."""
 
     input_ids: Tensor
-    """[B, S] int64; a row is prompt, response, padding. Packed: [1, Σ length]."""
+    """[B, S] int64: prompt, response, padding. Packed: [1, Σ length]."""
     predicting: Tensor
-    """[N] int64: of all positions those whose hidden states predict the response tokens."""
+    """[N] int64: flat positions whose hidden states predict the response tokens."""
     final: Tensor
-    """[B] int64: the position of each sequence's last token, after which there is no other."""
+    """[B] int64: flat position of each sequence's last token."""
     packing: Packing | None = None
-    """None where each row is a sequence."""
+    """None if each row is one sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B sequences, each a prompt and its response."""
+    """B sequences, each a prompt followed by its response."""
 
     tokens: Tensor
     """[Σ length] int64: prompt and response of sequence 0, then of sequence 1, …"""
     prompt_lengths: Tensor
-    """[B] int64 on the CPU, tokens; at least 1: the last prompt token predicts the first of the
-    response."""
+    """[B] int64 on the CPU, tokens; at least 1, since the last prompt token predicts the first
+    response token."""
     response_lengths: Tensor
-    """[B] int64 on the CPU, tokens after the prompt; the EOS that ended a response is one of
-    them."""
+    """[B] int64 on the CPU, tokens; includes the EOS of a finished response."""
     written: Tensor | None = None
-    """[Σ response length] bool on the CPU: the tokens of the responses that the policy wrote; None
-    means all."""
+    """[Σ response length] bool on the CPU: response tokens written by the policy; None means
+    all."""
 
     @classmethod
     def of(
@@ -73,13 +72,13 @@ class Batch:
         device: torch.device | str = "cpu",
         written: Sequence[Sequence[bool]] | None = None,
     ) -> Batch:
-        """The batch of token lists, one response per prompt.
+        """Build a batch from lists of token ids, one response per prompt.
 
         Args:
-            written: of each response, the tokens that the policy wrote; None means all.
+            written: per response token, whether the policy wrote it; None means all.
 
         Raises:
-            ValueError: another number of responses than of prompts, or an empty prompt.
+            ValueError: the numbers of prompts and responses differ, or a prompt is empty.
         """
         if len(prompts) != len(responses):
             raise ValueError(
@@ -112,17 +111,17 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64 on the CPU: prompt and response, tokens."""
+        """[B] int64 on the CPU: tokens of prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
     @property
     def response_count(self) -> int:
-        """N, the tokens that the policy wrote, of all sequences."""
+        """N: the number of tokens written by the policy, over all sequences."""
         return sum(self.written_lengths.tolist())
 
     @property
     def written_lengths(self) -> Tensor:
-        """[B] int64 on the CPU: tokens that the policy wrote."""
+        """[B] int64 on the CPU: tokens written by the policy."""
         if self.written is None:
             return self.response_lengths
         ends = torch.nn.functional.pad(self.written.long().cumsum(0), (1, 0))
@@ -130,7 +129,10 @@ class Batch:
         return ends[begin + self.response_lengths] - ends[begin]
 
     def turns(self) -> tuple[Tensor, Tensor]:
-        """([B] how many turns each response has, [Σ of those] their lengths), int64 on the CPU."""
+        """Return the number of turns per response [B] and the length of each turn [Σ turns].
+
+        Both are int64 on the CPU.
+        """
         if self.written is None:
             has_any = self.response_lengths > 0
             return has_any.long(), self.response_lengths[has_any]
@@ -151,12 +153,12 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[B + 1] int64: where each response begins in the packed tokens, and N."""
+        """[B + 1] int64: the start of each response in the packed tokens, then N."""
         ends = torch.nn.functional.pad(self.written_lengths.cumsum(0), (1, 0))
         return on_device(ends, self.device)
 
     def select(self, rows: Tensor) -> Batch:
-        """The sequences of the given rows [k], int64 on the CPU, in their order."""
+        """Return the sequences of the given rows, [k] int64 on the CPU, in that order."""
         index = spans(starts(self.lengths)[rows], self.lengths[rows])
         lengths = self.response_lengths[rows]
         written = None
@@ -170,7 +172,7 @@ class Batch:
         )
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """Consecutive batches of so many sequences each, on the same memory."""
+        """Split into consecutive batches of the given sizes, as views of the same memory."""
         tokens = split_packed(self.tokens, self.lengths, sizes)
         prompt_lengths = self.prompt_lengths.split(sizes)
         response_lengths = self.response_lengths.split(sizes)
@@ -188,7 +190,7 @@ class Batch:
         ]
 
     def layout(self) -> Layout:
-        """One row per sequence, right-padded to the longest."""
+        """Return one row per sequence, right-padded to the longest."""
         lengths = self.lengths
         width = max(lengths.tolist(), default=0)
         first = torch.arange(len(self)) * width
@@ -197,7 +199,7 @@ class Batch:
         return self._layout(input_ids.view(len(self), width), first)
 
     def packed_layout(self) -> Layout:
-        """All sequences in one row."""
+        """Return all sequences in one row."""
         lengths = self.lengths
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         positions = spans(torch.zeros_like(lengths), lengths)
@@ -209,7 +211,7 @@ class Batch:
         return self._layout(self.tokens.unsqueeze(0), starts(lengths), packing)
 
     def _layout(self, input_ids: Tensor, first: Tensor, packing: Packing | None = None) -> Layout:
-        """A layout whose sequences begin at the positions `first` [B]."""
+        """Return the layout of sequences starting at the positions `first` [B]."""
         predicting = self._written(first + self.prompt_lengths - 1)
         final = first + self.lengths - 1
         return Layout(
@@ -220,34 +222,36 @@ class Batch:
         )
 
     def _written(self, begin: Tensor) -> Tensor:
-        """[N] the positions of the tokens that the policy wrote, of responses that begin at `begin`
+        """[N]: positions of the tokens written by the policy, for responses starting at `begin`
         [B]."""
         positions = spans(begin, self.response_lengths)
         return positions if self.written is None else positions[self.written]
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on the device. To a GPU it is queued from pinned memory; from pageable
-    memory the host would wait for it."""
+    """Copy a CPU tensor to the device, without waiting: a copy from pageable memory would block."""
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def starts(lengths: Tensor) -> Tensor:
-    """[B]: where each of B spans begins when they are laid end to end."""
+    """[B]: the start of each of B spans stored end to end."""
     return lengths.cumsum(0) - lengths
 
 
 def split_packed(x: Tensor, lengths: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Packed values [Σ length] of sequences of these lengths [B], in parts of so many sequences
-    each."""
+    """Split packed values [Σ length] into parts of the given numbers of sequences.
+
+    Args:
+        lengths: [B], values per sequence.
+    """
     return x.split([sum(part.tolist()) for part in lengths.split(sizes)])
 
 
 def spans(begin: Tensor, lengths: Tensor) -> Tensor:
     """[Σ length] int64 on the CPU: begin[0], begin[0] + 1, … for each span in turn."""
-    # NumPy, whose calls cost less than torch's: these are many on few numbers.
+    # These are many calls on few numbers, and NumPy has less overhead per call than torch.
     counts = lengths.numpy()
     offset = (begin.numpy() - np.cumsum(counts) + counts).repeat(counts)
     return torch.from_numpy(offset + np.arange(len(offset)))

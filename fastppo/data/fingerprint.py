@@ -1,7 +1,7 @@
-"""Fingerprints: short texts that differ where two datasets, files or models do.
+"""Fingerprints of datasets, files and models.
 
-A run's checkpoint has those of its prompts, its rewards and the model that it started from, so that
-a resumed run can say which of them have changed.
+A checkpoint stores the fingerprints of the run's prompts, rewards and initial model, so that a
+resumed run can report which of them changed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NOT_OF_A_MODEL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
-"""What a config says of where it came from and how it was loaded."""
+"""Fields of a config that describe how it was loaded, not the model."""
 
 DIGITS = 16
-"""Hexadecimal digits of a fingerprint: enough against accidents, short enough to be shown."""
+"""Hexadecimal digits: 64 bits."""
 
 
 def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Fingerprint of named tensors: names, shapes, dtypes, and every bit of each."""
-    import torch  # a fingerprint of a file needs none
+    """Fingerprint of named tensors: names, shapes, dtypes and all bits."""
+    import torch  # fingerprints of files work without it
 
     digest = hashlib.sha256()
     for name, weight in weights:
@@ -35,7 +35,7 @@ def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def of_model(model: Any) -> str:
-    """Fingerprint of a model of transformers: its weights, its config and how it generates."""
+    """Fingerprint of a transformers model: weights, config and generation config."""
     parts = [of_weights(model.named_parameters())]
     for config in (model.config, getattr(model, "generation_config", None)):
         values = {} if config is None else config.to_diff_dict()
@@ -44,12 +44,12 @@ def of_model(model: Any) -> str:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """Fingerprint of a tokenizer: the tokens by their ids, and the chat template."""
+    """Fingerprint of a tokenizer: vocabulary and chat template."""
     return of_rows([tokenizer.get_vocab(), getattr(tokenizer, "chat_template", None)])
 
 
 def of_rows(rows: Iterable[Any]) -> str:
-    """Fingerprint of rows as JSON has them; what JSON cannot hold counts by its type."""
+    """Fingerprint of rows as JSON; a value without a JSON form counts by its type."""
     digest = hashlib.sha256()
     for row in rows:
         text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
@@ -65,4 +65,4 @@ def of_file(path: str | Path) -> str:
 
 def of_text(text: str) -> str:
     """Fingerprint of a text."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

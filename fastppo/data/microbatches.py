@@ -1,8 +1,8 @@
-"""How a batch is cut into microbatches, the sequences that one pass reads.
+"""Splitting a batch into microbatches, the sequences of one forward and backward pass.
 
-The weights of a loss are those of the whole minibatch, so the cut decides memory and speed and not
-the gradient. Sequences of similar length go together, longest first: less padding, and a microbatch
-that does not fit in memory shows at once.
+Loss weights are normalized over the whole minibatch, so the split affects memory and speed but not
+the gradient. Sequences are sorted by length, longest first: this reduces padding, and a microbatch
+too large for memory fails first.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fastppo.data.world import World
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one microbatch may hold."""
+    """Size limits of a microbatch."""
 
     sequences: int
-    """At most so many; where `tokens` is given it does not count."""
+    """Maximum number of sequences; ignored if `tokens` is given."""
     tokens: int | None = None
-    """At most so many computed tokens, padding included; a longer sequence goes alone."""
+    """Maximum number of computed tokens, padding included; a longer sequence is on its own."""
     packed: bool = False
-    """Whether sequences are laid end to end, without padding."""
+    """Whether sequences are packed, without padding."""
 
     def count(self, length: int) -> int:
-        """How many sequences of one length go together."""
+        """Return how many sequences of this length fit into one microbatch."""
         return self.sequences if self.tokens is None else max(1, self.tokens // length)
 
 
 def microbatches(lengths: Tensor, limits: Limits) -> list[Tensor]:
-    """The rows of each microbatch, int64 on the CPU, of sequences of these lengths [B].
+    """Return the rows of each microbatch, int64 on the CPU, for sequences of these lengths [B].
 
-    Where everything fits into one, it keeps the order of the batch.
+    A single microbatch keeps the order of the batch.
     """
     if not len(lengths):
         return []
@@ -48,7 +48,7 @@ def microbatches(lengths: Tensor, limits: Limits) -> list[Tensor]:
 
 
 def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
-    """How many of the sequences go into each microbatch."""
+    """Return the number of sequences of each microbatch."""
     count = len(longest_first)
     if limits.tokens is None:
         full, rest = divmod(count, limits.sequences)
@@ -68,27 +68,27 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
 
 
 class Assignment(NamedTuple):
-    """The microbatches of a batch that the ranks of a world share."""
+    """Microbatches of a batch assigned to the ranks."""
 
     ranks: list[list[Tensor]]
-    """The rows of each rank's microbatches, int64 on the CPU."""
+    """Rows of each rank's microbatches, int64 on the CPU."""
     rounds: int
-    """How many every rank runs: collectives wait for all."""
+    """Number of microbatches that every rank runs: collectives need all ranks."""
     filler: Tensor
-    """[1]: what a rank runs, without weight, in the rounds that it has nothing for."""
+    """[1]: the row, with weight 0, that a rank runs when it has no microbatches left."""
 
     def of_rank(self, rank: int) -> list[Tensor]:
-        """The rows of each microbatch that a rank runs, fillers included."""
+        """Return the rows of each microbatch of a rank, fillers included."""
         microbatches_of_rank = self.ranks[rank]
         fillers = [self.filler] * (self.rounds - len(microbatches_of_rank))
         return microbatches_of_rank + fillers
 
 
 def assign(lengths: Tensor, limits: Limits, world: World) -> Assignment:
-    """Microbatches for every rank, of sequences of these lengths [B], which all ranks know.
+    """Assign microbatches to every rank, for sequences of these lengths [B], known to all ranks.
 
-    Each rank has the same number of sequences, or one more, of similar lengths; the limits are per
-    rank.
+    Each rank gets the same number of sequences, or one more, of similar lengths. The limits apply
+    per rank.
     """
     if world.size == 1:
         parts = microbatches(lengths, limits)
@@ -103,35 +103,38 @@ def assign(lengths: Tensor, limits: Limits, world: World) -> Assignment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchPlan:
-    """A batch in microbatches, those of this rank, and the way back to its order."""
+    """This rank's microbatches, and the permutation back to the order of the batch."""
 
     batches: list[Batch]
-    """What this rank runs, in this order."""
+    """Microbatches of this rank, in the order they run."""
     world: World
     own_sequences: int
-    """This rank's, without those that it runs only because other ranks have more microbatches."""
+    """Sequences of this rank, without fillers."""
     own_tokens: int
-    """The response tokens of those."""
+    """Response tokens of those sequences."""
     sequence_order: Tensor | None = None
-    """[B] int64 on the device: where each of the batch's sequences is when the sequences of all
-    ranks are laid end to end; None if nothing moved."""
+    """[B] int64 on the device: index of each sequence of the batch in the concatenation over all
+    ranks; None if the order is unchanged."""
     token_order: Tensor | None = None
-    """[N] int64 on the device: likewise for response tokens."""
+    """[N] int64 on the device: the same for response tokens."""
 
     def in_order(self, values: Tensor) -> Tensor:
-        """[N] in the batch's order, of values of the response tokens of this rank's microbatches,
-        one microbatch after another."""
+        """Gather per-token values of all ranks in the batch's order, [N].
+
+        Args:
+            values: values of this rank's response tokens, one microbatch after another.
+        """
         values = self.world.cat(values[: self.own_tokens])
         return values if self.token_order is None else values[self.token_order]
 
     def sequences_in_order(self, values: Tensor) -> Tensor:
-        """[B]: likewise for one value per sequence."""
+        """Gather per-sequence values of all ranks in the batch's order, [B]."""
         values = self.world.cat(values[: self.own_sequences])
         return values if self.sequence_order is None else values[self.sequence_order]
 
 
 def split(batch: Batch, limits: Limits, world: World | None = None) -> MicrobatchPlan:
-    """The microbatches of a batch that is only read, without a gradient."""
+    """Split a batch into microbatches for passes without a gradient."""
     world = world or World()
     assignment = assign(batch.lengths, limits, world)
     rows = [part for parts in assignment.ranks for part in parts]

@@ -1,4 +1,4 @@
-"""Lists of token ids as right-padded tensors, for models that read whole texts."""
+"""Right-padded tensors from lists of token ids, for models that read whole texts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
-    """[B, S] int64: rows of ids, right-padded."""
+    """Return rows of ids as a right-padded tensor, [B, S] int64."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
 
 
 def padded_batch(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """input_ids and attention_mask, [B, S] int64 each; the mask follows from the lengths."""
+    """Return `input_ids` and `attention_mask`, [B, S] int64 each."""
     return {
         "input_ids": pad(rows, pad_token_id),
         "attention_mask": pad([[1] * len(row) for row in rows], 0),

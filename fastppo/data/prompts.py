@@ -1,7 +1,7 @@
-"""Tokenised prompts, and the other columns of their rows, which the rewards see.
+"""Tokenized prompts and the other columns of their rows.
 
-One column of a dataset holds the prompt, a string or a list of chat messages (rendered with the
-tokenizer's chat template); the others go to the rewards.
+One column of a dataset holds the prompt: a string, or a list of chat messages rendered by the
+tokenizer's chat template. The other columns are passed to the rewards.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fastppo.data.chat import check_prompt, encode_prompt
 from fastppo.data.rows import DataError, Rows, check_prompt_column, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
-"""Names under which rewards get something else than a column."""
+"""Arguments of every reward, which no column may be named after."""
 
 
 @dataclass(slots=True)
 class Prompts:
-    """Tokenised prompts with what the rewards see of them."""
+    """Tokenized prompts with their columns."""
 
     prompts: list[Any]
-    """As in the dataset: strings, or lists of chat messages."""
+    """Strings or lists of chat messages, as in the dataset."""
     token_ids: list[list[int]]
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ class Prompts:
         return len(self.prompts)
 
     def fingerprint(self) -> str:
-        """Fingerprint of the prompts, their tokens and every column."""
+        """Fingerprint of the prompts, their tokens and all columns."""
         rows = zip(self.prompts, self.token_ids, *self.columns.values(), strict=True)
         return fingerprint.of_rows([list(self.columns), *map(list, rows)])
 
@@ -44,11 +44,10 @@ class Prompts:
 
 
 def check_prompts(rows: Rows, column: str, source: str) -> None:
-    """Checks rows as far as no tokenizer is needed.
+    """Check rows without a tokenizer.
 
     Raises:
-        DataError: a row without the column, an empty prompt or one of another type, with the row's
-            number; a column with a name that rewards have for something else.
+        DataError: a prompt is missing, empty or of another type; a column has a reserved name.
     """
     check_columns(rows, column, source)
     for number, row in enumerate(rows, 1):
@@ -56,28 +55,27 @@ def check_prompts(rows: Rows, column: str, source: str) -> None:
 
 
 def check_columns(rows: Rows, column: str, source: str) -> list[str]:
-    """The columns besides the prompt's.
+    """Return the columns other than the prompt column.
 
     Raises:
-        DataError: the first row has no prompt; a column has a name that rewards have for something
-            else.
+        DataError: the first row has no prompt; a column has a reserved name.
     """
     check_prompt_column(rows[0], column, source)
     names = column_names(rows, column)
     for reserved in RESERVED_COLUMNS:
         if reserved in names:
             raise DataError(
-                f"{source}: no column may be called {reserved!r}, an argument that every reward has"
+                f"{source}: rename the column {reserved!r}; it is an argument of every reward"
             )
     return names
 
 
 def check_length(count: int, room: int, where: str) -> None:
-    """Raises DataError for a prompt of more tokens than there is room for."""
+    """Raise DataError for a prompt that leaves no room for `max_new_tokens`."""
     if count > room:
         raise DataError(
-            f"{where}: the prompt has {count} tokens; with max_new_tokens beside it the context "
-            f"has room for {room}"
+            f"{where}: the prompt has {count} tokens; with max_new_tokens the context has room "
+            f"for {room}"
         )
 
 
@@ -89,14 +87,13 @@ def encode_prompts(
     max_prompt_tokens: int,
     source: str = "prompts",
 ) -> Prompts:
-    """Tokenises the prompt column.
+    """Tokenize the prompt column.
 
     Args:
-        max_prompt_tokens: longest prompt that leaves the context room for a response, tokens.
+        max_prompt_tokens: the context less the longest response, tokens.
 
     Raises:
-        DataError: a row without the column, an empty prompt, one of another type, or one that is
-            too long, each with the row's number.
+        DataError: a prompt is missing, empty, of another type or too long.
     """
     prompts = Prompts([], [])
     names = check_columns(rows, column, source)

@@ -1,4 +1,4 @@
-"""Requests by HTTP that stay with the server that they are for."""
+"""HTTP requests without redirects."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 
 def make_opener() -> urllib.request.OpenerDirector:
-    """Opens URLs without following redirections, which would take a request's headers, a token
-    among them, to another server; each is an `HTTPError`."""
+    """Return an opener that raises `HTTPError` for a redirect.
+
+    Following it would send the request's headers, access tokens included, to another server.
+    """
     return urllib.request.build_opener(_NoRedirect)
 
 

@@ -1,12 +1,12 @@
-"""The processes of a run: which rows belong to this one, and how results reach all of them.
+"""The processes of a run: assignment of rows to ranks, and collectives for their results.
 
-Control is replicated, compute is shared. Ranks share the rows of a batch for generation, scores,
-forward and backward passes; the results are gathered, and every rank then computes the same
-advantages, permutations, minibatches, metrics and decisions from the same full batch. So nothing
-is normalised by a reduction that could be forgotten, and a world of one is the same code.
+Control is replicated, compute is distributed. Ranks share the rows of a batch for generation,
+scoring, forward and backward passes. Results are gathered, and every rank computes the same
+advantages, permutations, minibatches, metrics and decisions from the full batch. No statistic needs
+its own reduction, and a single process runs the same code.
 
-The rule that keeps ranks together: between two collectives no `if` depends on what only one rank
-knows. An error is gathered like a result, and every rank raises it.
+To keep ranks in step, no `if` between two collectives may depend on local knowledge. Errors are
+gathered like results, and every rank raises them.
 """
 
 from __future__ import annotations
@@ -24,42 +24,37 @@ import torch
 from torch import Tensor, distributed
 
 from fastppo.data.shards import shards_of
-from fastppo.functional.scalars import describe
 
 Result = TypeVar("Result")
 
-LONGEST_NUMBER = 6
-"""Digits of a number of processes at most; a longer one is a mistake."""
-
 TIMEOUT = 1800.0
-"""Seconds that a rank waits for the others, unless another time is asked for."""
+"""Seconds to wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """The ranks of a run and this process's place among them; by default one process."""
+    """The ranks of a run; by default one process."""
 
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    """This rank's; None leaves the choice to the run."""
+    """Device of this rank; None lets the run choose."""
     mesh: Any = None
-    """A `DeviceMesh` of the ranks, those that hold one copy of the weights last."""
+    """`DeviceMesh` of the ranks; its last dimension shards one copy of the weights."""
     timeout: float = TIMEOUT
     """Seconds."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and speaks to the user."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     def local_rows(self, count: int) -> range:
-        """This rank's share of `count` rows: neighbouring rows, and at most one more than another
-        rank has."""
+        """Return this rank's contiguous share of `count` rows; shares differ by at most one row."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks; it must be picklable."""
+        """Return the picklable values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -67,7 +62,7 @@ class World:
         return gathered
 
     def cat(self, rows: Tensor) -> Tensor:
-        """The rows of every rank [n, …], end to end; n may differ."""
+        """Concatenate the rows [n, …] of all ranks; n may differ."""
         if self.size == 1:
             return rows
         count = torch.tensor([len(rows)], device=rows.device)
@@ -83,15 +78,17 @@ class World:
         return gathered
 
     def gather_results(self, work: Callable[[], Result]) -> list[Result]:
-        """Every rank's result of `work`, in the order of the ranks; if one raises, all raise the
-        same."""
+        """Run `work` on every rank and return all results, in rank order.
+
+        If one rank raises, all ranks raise the same error.
+        """
         if self.size == 1:
             return [work()]
         value: Any = None
         error: Exception | None = None
         try:
             value = work()
-        except Exception as raised:  # whatever it is, the other ranks wait
+        except Exception as raised:  # the other ranks are waiting
             error = raised
         results = self.gather((value, None if error is None else _portable(error)))
         for rank, (_, other_error) in enumerate(results):
@@ -100,16 +97,16 @@ class World:
         return [result for result, _ in results]
 
     def on_main_rank(self, work: Callable[[], Result]) -> Result:
-        """The first rank's result of `work`, on every rank; if it raises, all raise the same."""
+        """Run `work` on the first rank and return its result, or raise its error, on all ranks."""
         results: list[Any] = self.gather_results(work if self.is_main else _nothing)
         return results[0]
 
     def sum(self, value: Tensor) -> Tensor:
-        """A 0-d tensor, added up over the ranks in their order."""
+        """Sum a 0-d tensor over the ranks, in rank order."""
         return value if self.size == 1 else self.cat(value.reshape(1)).sum()
 
     def total(self, value: Tensor) -> Tensor:
-        """A tensor, added up over the ranks; every rank gets the same bits."""
+        """Sum a tensor over the ranks; all ranks get the same bits."""
         if self.size > 1:
             value = value.clone()
             distributed.all_reduce(value)
@@ -117,70 +114,61 @@ class World:
 
     @contextmanager
     def with_timeout(self) -> Iterator[None]:
-        """If another rank no longer answers, the block ends with a clear error.
+        """Translate errors of collectives in this block.
 
         Raises:
-            RuntimeError: one is late by more than `timeout`, or gone.
+            RuntimeError: another rank timed out or ended.
         """
         try:
             yield
         except RuntimeError as error:
-            sentence = self._silence(error)
-            if sentence is None:
+            text = str(error)
+            if self.size == 1 or not (isinstance(error, distributed.DistError) or "gloo" in text):
                 raise
-            raise RuntimeError(sentence) from error
-
-    def _silence(self, error: RuntimeError) -> str | None:
-        """What an error of torch's collectives means; None for any other."""
-        text = str(error)
-        if self.size == 1 or not (isinstance(error, distributed.DistError) or "gloo" in text):
-            return None
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            return (
-                f"rank {self.rank} of {self.size} waited {self.timeout:g} s for the others, and "
-                "one did not answer; look at what that rank last said"
-            )
-        return f"rank {self.rank} of {self.size}: another rank has ended; look at what it said last"
+            reason = "another rank has ended"
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                reason = f"another rank did not respond within {self.timeout:g} s"
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size}: {reason}; see the last output of that rank"
+            ) from error
 
 
 def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | None = None) -> World:
-    """The world of the processes that torchrun started; of one process where it did not.
+    """Join the processes started by torchrun, or return a world of one process.
 
     Args:
-        device: the kind of device; of several GPUs a rank takes the one of its local number.
-        timeout: seconds that a rank waits for the others.
-        shard_size: ranks that hold one copy of the weights; all by default.
+        device: type of device; each rank takes the GPU of its local rank.
+        timeout: seconds to wait for other ranks.
+        shard_size: number of ranks that share one copy of the weights; default all.
 
     Raises:
-        ValueError: the ranks cannot be divided into copies, or have no GPU each.
+        ValueError: `shard_size` does not divide the number of ranks, or there are more ranks than
+            GPUs.
     """
-    size = _number("WORLD_SIZE", 1)
-    rank = _number("RANK", 0)
-    if rank >= size:
-        raise ValueError(
-            f"RANK must be below WORLD_SIZE, as torchrun sets them, got {rank}, {size}"
-        )
+    size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         if shard_size not in (None, 1):
-            raise ValueError(f"shard_size={shard_size} needs as many processes: start by torchrun")
+            raise ValueError(
+                f"shard_size={shard_size} needs several processes; start them with torchrun"
+            )
         return World()
     shard_size = shards_of(size, shard_size)
     backend = "gloo"
     if device.type == "cuda":
         if device.index is not None:
-            raise ValueError(f"device={device}: with several processes each has its own; use cuda")
-        local = _number("LOCAL_RANK", 0)
+            raise ValueError(f"expected device=cuda with several processes, got {device}")
+        local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
             raise ValueError(
-                f"{local + 1} processes or more on a node with {torch.cuda.device_count()} GPUs: "
-                "start one for each GPU (--nproc_per_node)"
+                f"at least {local + 1} processes on a node with {torch.cuda.device_count()} GPUs; "
+                "start one per GPU (--nproc_per_node)"
             )
         device = torch.device("cuda", local)
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        # A process that ends while its group is open may abort in the group's threads.
+        # Without this, a process may abort at exit in the threads of its process group.
         atexit.register(leave)
     shape: tuple[int, ...] = (shard_size,)
     names: tuple[str, ...] = ("shard",)
@@ -192,12 +180,12 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
 
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Environment variables by which torchrun says a process's place."""
+"""Environment variables set by torchrun."""
 
 
 @contextmanager
 def torchrun_hidden() -> Iterator[None]:
-    """Within it a library that reads torchrun's variables finds a single process."""
+    """Hide torchrun's variables from libraries within this block."""
     before = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
     try:
         yield
@@ -206,22 +194,14 @@ def torchrun_hidden() -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """Whether this process is the first of those that torchrun started, or the only one."""
-    return _number("RANK", 0) == 0
+    """Return whether this is the first process started by torchrun, or the only one."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def leave() -> None:
-    """Ends what `join` began."""
+    """Undo `join`."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def _number(name: str, default: int) -> int:
-    """An environment variable of torchrun; raises ValueError where it is not a number."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal() or len(text) > LONGEST_NUMBER or int(text) < default:
-        raise ValueError(f"{name} must be a number, as torchrun sets it, got {describe(text)}")
-    return int(text)
 
 
 def _nothing() -> Any:
@@ -229,11 +209,11 @@ def _nothing() -> Any:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error in a form that another process can raise: itself, if it can be pickled."""
+    """Return the error itself if it can be pickled, else a RuntimeError with its message."""
     try:
         unpickled = pickle.loads(pickle.dumps(error))
         if str(unpickled) == str(error):
             return error
-    except Exception:  # of whatever its class does
+    except Exception:  # depends on the error's class
         pass
     return RuntimeError(f"{type(error).__name__}: {error}")

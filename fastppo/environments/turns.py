@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from fastppo.data.chat import (
-    check_text,
     decode_completions,
     encode_prompt,
     is_chat,
@@ -295,7 +294,6 @@ class Turns:
             text = observation
         else:
             raise DataError(f"{where}: the prompt is a text, so it must be one too, got messages")
-        check_text(text, where)
         ids = token_ids(self.tokenizer, text)
         if not ids:
             raise DataError(f"{where}: it has no tokens, so the policy could not see it")

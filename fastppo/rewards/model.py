@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from fastppo.data.chat import check_text, render_chat
+from fastppo.data.chat import render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError
 from fastppo.functional.scalars import describe
@@ -89,7 +89,6 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[i
         if len(completion) == 1 and isinstance(completion[0]["content"], str):
             completion = [{**completion[0], "content": completion[0]["content"].strip()}]
         text = render_chat(tokenizer, [*prompt, *completion], where)
-    check_text(text, where)
     # A chat template writes its own special tokens.
     ids = list(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
     if not ids:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastppo.data.chat import check_text, encode_prompt, is_chat, render_chat
+from fastppo.data.chat import encode_prompt, is_chat, render_chat
 from fastppo.data.padding import pad, padded_batch
 from fastppo.data.rows import DataError, Rows
 from fastppo.functional.scalars import describe
@@ -118,7 +118,6 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
             raise DataError(
                 f"{where}: text must be a non-empty string, got {describe(row['text'])}"
             )
-        check_text(row["text"], where)
         ids = list(tokenizer(row["text"])["input_ids"])
         if not ids:
             raise DataError(f"{where}: the tokenizer has no token for {describe(row['text'])}")
@@ -136,7 +135,6 @@ def _encode_strings(
 ) -> tuple[list[int], list[int]]:
     """Tokenised separately, as in PPO, where response ids follow prompt ids."""
     head = encode_prompt(prompt, tokenizer, where)
-    check_text(completion, where)
     tail = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     if tail[-1:] != [tokenizer.eos_token_id]:
         tail.append(tokenizer.eos_token_id)
@@ -156,7 +154,6 @@ def encode_chat(
             hides where a turn begins.
     """
     text = render_chat(tokenizer, messages, where)
-    check_text(text, where)
     if not tokenizer.is_fast:
         raise DataError(f"{where}: chat messages need a fast tokenizer, for its character offsets")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,4 +1,4 @@
-"""Masks and positions come from lengths, and packed tensors stay with their sequences."""
+"""Batches: masks and positions from lengths, packed values, turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESPONSES = [[1, 1, 4], [2], [1, 3]]
 BATCH = Batch.of(PROMPTS, RESPONSES)
 
 
-def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> None:
+def test_select_keeps_the_order_of_the_rows() -> None:
     part = BATCH.select(torch.tensor([2, 0]))
     assert part.tokens.tolist() == [8, 9, 10, 1, 3, 5, 6, 1, 1, 4]
     assert part.response_tokens.tolist() == [1, 3, 1, 1, 4]
@@ -24,14 +24,14 @@ def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> No
     assert BATCH.select(torch.tensor([1])).layout().input_ids.shape == (1, 2), "no more padding"
 
 
-def test_wrong_prompts_are_refused() -> None:
+def test_empty_prompts_and_unequal_counts_are_rejected() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         Batch.of([[1], []], [[1], [1]])
     with pytest.raises(ValueError, match="1 prompts and 2 responses"):
         Batch.of([[1]], [[1], [1]])
 
 
-def test_an_empty_response_has_a_final_position_and_predicts_nothing() -> None:
+def test_an_empty_response_has_a_final_position_only() -> None:
     batch = Batch.of([[5, 6], [7]], [[], [8]])
     layout = batch.layout()
     assert batch.response_tokens.tolist() == [8]
@@ -40,7 +40,7 @@ def test_an_empty_response_has_a_final_position_and_predicts_nothing() -> None:
     assert layout.final.tolist() == [1, 3]
 
 
-def test_what_the_policy_did_not_write_is_read_and_not_packed() -> None:
+def test_tokens_not_written_by_the_policy_are_read_but_not_packed() -> None:
     written = [[True, False, True], [True], [False, True]]
     batch = Batch.of(PROMPTS, RESPONSES, written=written)
     assert batch.tokens.tolist() == BATCH.tokens.tolist()
@@ -66,8 +66,7 @@ def test_what_the_policy_did_not_write_is_read_and_not_packed() -> None:
         ([[1, 1, 0], [0], [1, 0]], [1, 0, 1], [2, 1]),
     ],
 )
-def test_a_turn_is_a_run_of_what_the_policy_wrote(written, counts, lengths) -> None:
-    """Two responses never share a turn, though one ends and the next begins with the policy's."""
+def test_a_turn_is_a_run_of_written_tokens_within_one_response(written, counts, lengths) -> None:
     masks = [[bool(flag) for flag in row] for row in written]
     actual = Batch.of(PROMPTS, RESPONSES, written=masks).turns()
     assert [tensor.tolist() for tensor in actual] == [counts, lengths]

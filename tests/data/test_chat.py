@@ -13,20 +13,20 @@ CHAT = [{"role": "user", "content": "w9"}]
 
 @pytest.mark.parametrize(
     "value",
-    ["w1", {}, [], None, 3, ["w1"], [{"role": "user"}], [{"content": "w1"}], [*CHAT, "w1"]],
+    ["w1", {}, [], None, 3, [{"role": "user"}], [{"content": "w1"}], [*CHAT, "w1"]],
 )
-def test_only_a_list_of_messages_with_role_and_content_is_a_chat(value) -> None:
+def test_a_chat_is_a_list_of_messages_with_role_and_content(value) -> None:
     assert not is_chat(value)
     assert is_chat(CHAT)
     assert is_chat(tuple(CHAT))
 
 
-def test_a_chat_without_a_template_or_that_it_refuses_is_refused_with_its_place() -> None:
+def test_a_chat_needs_a_template_that_accepts_it() -> None:
     with pytest.raises(DataError, match=r"^here: chat messages, but the tokenizer has no chat te"):
         render_chat(tiny.tokenizer(), CHAT, "here")
     strict = tiny.tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"^here: the chat template refuses it: roles must altern"):
+    with pytest.raises(DataError, match=r"^here: the chat template rejects .*: roles must alt"):
         render_chat(strict, CHAT, "here")
 
 
@@ -34,20 +34,17 @@ def test_a_chat_without_a_template_or_that_it_refuses_is_refused_with_its_place(
     ("prompt", "says"),
     [
         (" \n", "the prompt is empty"),
-        (None, "got NoneType"),
-        ([], "got an empty list"),
-        (["w1"], "got a list whose item 0 is str"),
-        ([*CHAT, {"role": "user"}], "got a message 1 without content"),
-        ([{}], "got a message 0 without role and content"),
+        (None, "got None"),
+        ([*CHAT, {"role": "user"}], r"got \[.*, {'role': 'user'}\]"),
     ],
 )
-def test_what_is_no_prompt_is_refused_with_what_it_is(prompt, says: str) -> None:
+def test_a_prompt_of_another_type_is_rejected(prompt, says: str) -> None:
     with pytest.raises(DataError, match=f"^row 7: .*{says}"):
         encode_prompt(prompt, tiny.tokenizer(chat=True), "row 7")
 
 
 class _Ending:
-    """A tokenizer that ends every text with EOS, as some do."""
+    """A tokenizer that appends EOS to every text."""
 
     eos_token_id = 1
 
@@ -56,28 +53,27 @@ class _Ending:
         return {"input_ids": [*ids, 1] if add_special_tokens else ids}
 
 
-def test_an_eos_that_the_tokenizer_appends_is_removed_and_the_prompts_own_stays() -> None:
+def test_an_appended_eos_is_removed_and_the_prompts_own_is_kept() -> None:
     assert encode_prompt("w1 w2", _Ending(), "row 1") == [4, 5]
     assert encode_prompt("w1 <eos>", tiny.tokenizer(), "row 1") == [4, 1]
     assert encode_prompt("w1 <eos>", _Ending(), "row 1") == [4, 1]
 
 
-def test_ids_stay_what_they_are_and_texts_get_no_special_tokens() -> None:
+def test_token_ids_adds_no_special_tokens() -> None:
     assert token_ids(_Ending(), "w1 w2") == [4, 5]
     given = (4, 1, 1)
     assert token_ids(_Ending(), given) == [4, 1, 1]
 
 
-def test_prompt_and_completion_join_to_the_text_that_was_written() -> None:
-    """What a reward model reads is prompt + completion, the space between them included."""
+def test_a_completion_keeps_the_space_after_its_prompt() -> None:
     prompts = [[3, 4], [4, 11]]
     actual = decode_completions(tiny.tokenizer(), prompts, [[5, 6, 1], [1]])
     assert actual == [" w2 w3", ""]
     assert "w0 w1" + actual[0] == tiny.tokenizer().decode([3, 4, 5, 6])
 
 
-def test_a_response_that_changes_its_prompts_text_is_decoded_alone() -> None:
-    """Bytes of one character on both sides: the prompt's text is no prefix of the whole one."""
+def test_a_response_that_changes_the_text_of_its_prompt_is_decoded_alone() -> None:
+    """The bytes of one character are split between the two."""
     tokenizer = tiny.byte_tokenizer()
     first, second = tokenizer("é")["input_ids"]
     rest = tokenizer("!")["input_ids"]

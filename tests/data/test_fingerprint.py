@@ -1,4 +1,4 @@
-"""Fingerprints differ where contents do, and nowhere else."""
+"""Fingerprints differ exactly if contents do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastppo.data import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_every_element_counts_and_its_place_does(dtype: torch.dtype) -> None:
+def test_every_element_counts_with_its_position(dtype: torch.dtype) -> None:
     ones = torch.ones(4099, dtype=dtype)
     fingerprints = {fingerprint.of_weights([("x", ones)])}
     places = (0, 1, 4096, len(ones) - 1)
@@ -24,20 +24,19 @@ def test_every_element_counts_and_its_place_does(dtype: torch.dtype) -> None:
     assert fingerprint.of_weights([("x", torch.zeros(()))])
 
 
-def test_a_change_that_no_sum_shows_counts() -> None:
-    """What one word of a row gains its neighbour loses, and the next row's the other way round."""
+def test_a_change_that_keeps_all_sums_counts() -> None:
     words = torch.zeros(2, 1024, dtype=torch.int64)
     changed = words.clone()
     changed[:, :2] = torch.tensor([[1, -1], [-1, 1]])
     assert fingerprint.of_weights([("x", words)]) != fingerprint.of_weights([("x", changed)])
 
 
-def test_rows_count_with_every_column_in_their_order() -> None:
+def test_rows_count_with_all_columns_in_order() -> None:
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert fingerprint.of_rows(rows) == fingerprint.of_rows(
         [dict(reversed(r.items())) for r in rows]
     )
     assert fingerprint.of_rows(rows) != fingerprint.of_rows(rows[::-1])
     assert fingerprint.of_rows(rows) != fingerprint.of_rows([rows[0], {**rows[1], "answer": 3}])
-    # An object without a JSON form is known by its type: its address would differ each time.
+    # An object without a JSON form counts by its type: its address differs each time.
     assert fingerprint.of_rows([object()]) == fingerprint.of_rows([object()])

@@ -1,4 +1,4 @@
-"""How a batch is cut: no sequence twice and none left out, like lengths together, within limits."""
+"""Microbatches: every sequence once, similar lengths together, within the limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = Batch.of([[5, 6], [7], [8, 9, 10], [4]], [[1, 1, 4], [2], [1, 3, 5, 6], 
     [
         ([3, 9, 5, 7, 1], 2, [[1, 3], [2, 0], [4]]),
         ([4, 4, 4, 4], 2, [[0, 1], [2, 3]]),
-        ([3, 9, 5], 16, [[0, 1, 2]]),  # all fit into one, which keeps the order
+        ([3, 9, 5], 16, [[0, 1, 2]]),  # all fit into one, in their order
         ([2], 1, [[0]]),
         ([], 2, []),
     ],
@@ -37,11 +37,10 @@ def test_the_longest_sequences_go_first(lengths, size, rows) -> None:
         (14, False, [[1], [3, 2], [0, 4]]),
         (45, False, [[0, 1, 2, 3, 4]]),
         (25, True, [[0, 1, 2, 3, 4]]),
-        (1, False, [[1], [3], [2], [0], [4]]),  # each is longer than the budget
+        (1, False, [[1], [3], [2], [0], [4]]),  # each exceeds the limit
     ],
 )
-def test_tokens_are_those_that_are_computed(tokens, packed, rows) -> None:
-    """Padding counts, unless sequences are packed. The number of sequences does not."""
+def test_the_token_limit_counts_padding_unless_packed(tokens, packed, rows) -> None:
     cut = microbatches(torch.tensor([3, 9, 5, 7, 1]), Limits(2, tokens, packed))
     assert [part.tolist() for part in cut] == rows
 
@@ -51,7 +50,7 @@ def test_tokens_are_those_that_are_computed(tokens, packed, rows) -> None:
     tokens=st.integers(1, 120),
     packed=st.booleans(),
 )
-def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths, tokens, packed) -> None:
+def test_every_sequence_is_in_one_microbatch_within_the_limit(lengths, tokens, packed) -> None:
     cut = microbatches(torch.tensor(lengths, dtype=torch.int64), Limits(4, tokens, packed))
     assert sorted(row for rows in cut for row in rows.tolist()) == list(range(len(lengths)))
     for rows in cut:
@@ -60,14 +59,14 @@ def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths, tokens, 
         assert computed <= tokens or len(part_lengths) == 1
 
 
-def test_sequences_of_one_length_are_counted() -> None:
+def test_count_of_sequences_of_one_length() -> None:
     assert Limits(16).count(10) == 16
     assert Limits(16, 50).count(10) == 5
     assert Limits(16, 5).count(10) == 1
 
 
 @pytest.mark.parametrize("limits", [Limits(1), Limits(3), Limits(16), Limits(1, tokens=10)])
-def test_what_is_found_in_parts_comes_back_in_the_order_of_the_batch(limits: Limits) -> None:
+def test_results_return_in_the_order_of_the_batch(limits: Limits) -> None:
     parts = split(BATCH, limits)
     assert sum(map(len, parts.batches)) == len(BATCH)
     tokens = torch.cat([part.response_tokens for part in parts.batches])

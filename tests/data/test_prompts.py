@@ -1,4 +1,4 @@
-"""Prompts with the columns of their rows; a row that cannot be used is named by its number."""
+"""Tokenized prompts with their columns; errors name the row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastppo.data.rows import DataError
 ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
 
 
-def test_the_other_columns_stay_beside_their_prompts() -> None:
+def test_columns_stay_with_their_prompts() -> None:
     prompts = encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=8)
     assert prompts.token_ids == [[4, 5], [7]]
     assert prompts.columns == {"answer": ["w3", "w5"]}
@@ -24,43 +24,33 @@ def test_the_other_columns_stay_beside_their_prompts() -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"text": "w1"}, "row 2: expected a prompt that is a string or a list .* got NoneType"),
+        ({"text": "w1"}, "row 2: expected a prompt that is a string or a list .* got None"),
         ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; .* the context has room for 8"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_number(row, says) -> None:
+def test_an_unusable_row_is_named(row, says) -> None:
     with pytest.raises(DataError, match=says):
         encode_prompts([{"prompt": "w1"}, row], tiny.tokenizer(), max_prompt_tokens=8)
 
 
-def test_a_prompt_is_checked_once_where_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    for module in ("chat", "prompts"):
-        monkeypatch.setattr(
-            f"fastppo.data.{module}.check_prompt", lambda prompt, where: checked.append(where)
-        )
-    encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=8)
-    assert checked == ["prompts, row 1", "prompts, row 2"]
-
-
-def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named_with_it() -> None:
+def test_a_prompt_without_tokens_is_named_with_its_tokenizer() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("☃", "")
     tokenizer.name_or_path = "my-model"
     rows = [{"prompt": "w1"}, {"prompt": "☃"}]
-    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the tokenizer my-model .* of '☃'"):
+    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the tokenizer my-model .* for '☃'"):
         encode_prompts(rows, tokenizer, max_prompt_tokens=8, source="p.jsonl")
 
 
-def test_a_missing_column_names_those_that_are_there() -> None:
+def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(DataError, match="no column 'question'; there are prompt, answer"):
         encode_prompts(ROWS, tiny.tokenizer(), column="question", max_prompt_tokens=8)
 
 
-def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
+def test_columns_of_all_rows_are_kept_and_reserved_names_rejected() -> None:
     rows = [{"prompt": "w1"}, {"prompt": "w2", "answer": "w3"}]
     prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
     assert prompts.columns == {"answer": [None, "w3"]}
     for name in ("prompts", "completions", "completion_ids"):
-        with pytest.raises(DataError, match=f"may be called '{name}'"):
+        with pytest.raises(DataError, match=f"rename the column '{name}'"):
             encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)

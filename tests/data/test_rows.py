@@ -1,4 +1,4 @@
-"""Rows from every source, bad ones by their number, in an order that follows from the seed."""
+"""Rows: sources, errors, and the shuffled order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _write_jsonl(path, *lines: str) -> str:
     return str(path)
 
 
-def test_every_source_gives_the_same_rows(tmp_path) -> None:
+def test_all_sources_give_the_same_rows(tmp_path) -> None:
     jsonl = _write_jsonl(tmp_path / "rows.jsonl", *map(json.dumps, ROWS), "")
     from datasets import Dataset, DatasetDict
 
@@ -42,22 +42,22 @@ def test_every_source_gives_the_same_rows(tmp_path) -> None:
         ([""], "the dataset is empty"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number(tmp_path, lines, says) -> None:
+def test_a_malformed_line_is_named(tmp_path, lines, says) -> None:
     with pytest.raises(DataError, match=says):
         load_rows(_write_jsonl(tmp_path / "rows.jsonl", *lines))
 
 
-def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
+def test_a_missing_or_unknown_source_is_named(tmp_path) -> None:
     for name in ("absent.jsonl", "absent.parquet"):
         with pytest.raises(DataError, match="no such file"):
             load_rows(str(tmp_path / name))
-    with pytest.raises(DataError, match="there is no such file or directory"):
+    with pytest.raises(DataError, match="no such file or directory"):
         load_rows(str(tmp_path / "absent"))
     (tmp_path / "rows.txt").write_text("w1")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"expected \.jsonl or \.parquet, got \.txt"):
         load_rows(str(tmp_path / "rows.txt"))
-    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
+    with pytest.raises(DataError, match=r"expected a \.jsonl or \.parquet file, .* hub dataset"):
         load_rows(str(tmp_path / "empty"))
     from datasets import Dataset, DatasetDict
 
@@ -78,18 +78,18 @@ def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
         ("~/sft", True),
     ],
 )
-def test_a_name_that_can_only_be_a_path_is_known_as_such(name, only_a_path, tmp_path) -> None:
+def test_paths_and_hub_names_are_told_apart(name, only_a_path, tmp_path) -> None:
     assert is_missing_path(name) == only_a_path
-    assert not is_missing_path(str(tmp_path)), "it is there"
+    assert not is_missing_path(str(tmp_path))
 
 
-def test_the_visiting_order_is_that_of_the_epochs_one_after_the_other() -> None:
+def test_the_visiting_order_is_a_sequence_of_epochs() -> None:
     epochs = [row for epoch in range(4) for row in shuffled(7, 5, epoch)]
     for start, size in ((0, 7), (0, 20), (5, 3), (6, 9), (13, 1), (3, 0)):
         assert visiting_order(7, start, size, seed=5) == epochs[start : start + size]
 
 
-def test_rows_that_are_written_are_the_rows_that_are_read(tmp_path) -> None:
+def test_written_rows_are_read_back(tmp_path) -> None:
     rows = [{"prompt": "zwölf\nZeilen"}, {"prompt": [{"role": "user", "content": "“1”"}]}]
     write_rows(tmp_path / "rows.jsonl", rows)
     assert load_rows(str(tmp_path / "rows.jsonl")) == rows

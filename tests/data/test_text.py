@@ -1,4 +1,4 @@
-"""Pretraining text: texts end to end, each closed by EOS, in blocks of one length."""
+"""Pretraining text: concatenated texts, each followed by EOS, in blocks of equal length."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ ROWS = [{"text": "w1 w2 w3"}, {"text": "w4"}, {"text": "w5 w6"}]
 """With an EOS each: 4 + 2 + 3 tokens."""
 
 
-def test_texts_are_laid_end_to_end_and_what_fills_no_block_is_left_out() -> None:
+def test_texts_are_concatenated_and_an_incomplete_block_is_dropped() -> None:
     text = PretrainingText(ROWS, tiny.tokenizer(), 4)
     assert text.blocks.tolist() == [[4, 5, 6, EOS], [7, EOS, 8, 9]]
     assert len(text) == 2
 
 
-def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
-    """However the endless sequence is cut, as prompts are."""
+def test_blocks_are_visited_in_shuffled_epochs() -> None:
     text = PretrainingText(ROWS * 5, tiny.tokenizer(), 3)
     order = [block for epoch in range(3) for block in shuffled(len(text), 8, epoch)]
     assert torch.equal(text.at(0, 40, seed=8), text.blocks[order[:40]])
@@ -33,17 +32,17 @@ def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
 @pytest.mark.parametrize(
     ("rows", "block_size", "says"),
     [
-        ([ROWS[0], {"body": "w1"}], 4, "mine, row 2: expected a text in column 'text', got None"),
-        ([{"text": 3}], 4, "mine, row 1: expected a text in column 'text', got 3"),
-        (ROWS, 10, "mine: 9 tokens in all; expected at least one block of 10"),
+        ([ROWS[0], {"body": "w1"}], 4, "mine, row 2: column 'text' must be a string, got None"),
+        ([{"text": 3}], 4, "mine, row 1: column 'text' must be a string, got 3"),
+        (ROWS, 10, "mine: expected at least one block of 10 tokens, got 9"),
     ],
 )
-def test_text_that_cannot_be_used_is_refused(rows, block_size: int, says: str) -> None:
+def test_unusable_text_is_named(rows, block_size: int, says: str) -> None:
     with pytest.raises(DataError, match=says):
         PretrainingText(rows, tiny.tokenizer(), block_size, source="mine")
 
 
-def test_a_tokenizer_without_eos_is_refused() -> None:
+def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="the tokenizer has no EOS token"):

@@ -1,4 +1,4 @@
-"""The processes of a run: whose rows are whose, and whose errors are whose."""
+"""The processes of a run: rows, collectives, errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fastppo.data.world import VARIABLES, World, is_first, join, torchrun_hidden
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
-def test_every_row_is_one_ranks_and_none_has_two_more_than_another(count: int, size: int) -> None:
+def test_ranks_share_the_rows_evenly(count: int, size: int) -> None:
     shares = [World(rank, size).local_rows(count) for rank in range(size)]
     assert [row for share in shares for row in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_one_process_is_a_world_that_changes_nothing() -> None:
+def test_a_world_of_one_changes_nothing() -> None:
     world, x = World(), torch.arange(3)
     assert world.is_main
     assert world.cat(x) is x
@@ -34,7 +34,7 @@ def test_one_process_is_a_world_that_changes_nothing() -> None:
     assert join(torch.device("cpu")).size == 1
 
 
-def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
+def test_ranks_gather_rows_values_and_errors(tmp_path: Path) -> None:
     actual = ranks.run(2, many_ranks.gathered, tmp_path)
     assert actual == {
         "rows": [0, 10, 11],
@@ -50,26 +50,29 @@ def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[x/gloo/y.cc] Timed out waiting 4000ms for recv", "rank 1 of 2 waited 1800 s for the"),
+        (
+            "[x/gloo/y.cc] Timed out waiting 4000ms for recv",
+            "rank 1 of 2: .* within 1800 s",
+        ),
         ("[x/gloo/y.cc] Connection closed by peer", "rank 1 of 2: another rank has ended"),
     ],
 )
-def test_a_rank_that_is_silent_is_a_sentence(text: str, says: str) -> None:
+def test_a_lost_rank_is_reported(text: str, says: str) -> None:
     with pytest.raises(RuntimeError, match=says), World(1, 2).with_timeout():
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="something else"), World(1, 2).with_timeout():
         raise RuntimeError("something else")
 
 
-def test_processes_that_cannot_be_divided_into_copies_are_refused(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="shard_size=2 needs as many processes"):
+def test_shard_size_divides_the_processes(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="shard_size=2 needs several processes"):
         join(torch.device("cpu"), shard_size=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
         join(torch.device("cpu"), shard_size=3)
 
 
-def test_a_library_does_not_see_what_torchrun_has_set(monkeypatch) -> None:
+def test_torchruns_variables_can_be_hidden(monkeypatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "1")
     assert not is_first()

@@ -265,7 +265,6 @@ def test_environments_are_closed_once(is_async: bool) -> None:
             "the prompt is a text, so it must",
         ),
         ("", _prompts(), "it has no tokens"),
-        ([{"role": "user", "content": "\ud800"}], _chat(), "half of a surrogate pair"),
     ],
 )
 def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says) -> None:
