@@ -1,32 +1,32 @@
-"""docs/benchmarks.md and the README's numbers from benchmarks/results: `python -m benchmarks docs`.
+"""Write docs/benchmarks.md, docs/speedups.svg and numbers of the README: `fastppo bench docs`.
 
-The page is generated whole; of the README, the text between two markers. Nothing in either is typed
-by hand, and `tests/benchmarks/test_benchmarks.py` fails when they differ from the results files.
+All of it comes from the files in benchmarks/results. The page and the chart are written whole; in
+the README only the text between markers is. `tests/benchmarks/test_benchmarks.py` fails when they
+differ from the results.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import predictions, report, trl_iteration
+from benchmarks import plots, predictions, report, trl_iteration
 from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
 from benchmarks.shapes import MODELS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
-BEGIN = "<!-- python -m benchmarks docs: begin -->"
-END = "<!-- python -m benchmarks docs: end -->"
+CHART = ROOT / "docs" / "speedups.svg"
+BONUS = "entropy bonus"
 
 NOT_MEASURED = predictions.NOT_MEASURED
 PLAIN = ("eager PyTorch", "Python loop")
-"""What one writes without a library: the second where there is no way without a loop."""
+"""Providers without a library: the second where eager PyTorch needs a loop."""
 
 HEADER = [
-    "work",
+    "operation",
     "FastPPO",
     "of the floor",
     "plain PyTorch",
@@ -35,21 +35,21 @@ HEADER = [
     "plain PyTorch's memory",
 ]
 
-INTRO = """# Measured
+INTRO = """# Benchmarks
 
-What each operation takes beside plain PyTorch, `torch.compile` and the packages that offer the same
-operation. `fastppo bench docs` writes this page and the numbers in the README from the files in
-`benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) says how each
-number is measured, what the floor and the memory are, and
-[what they do not show](../benchmarks/README.md#what-these-numbers-are-not);
-[the kernels' notes](../kernels/NOTES.md) have each kernel's floor and what was tried.
+Every operation next to plain PyTorch, `torch.compile` and other packages with the same operation.
+`fastppo bench docs` writes this page, and the numbers in the README, from the files in
+`benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) explains the
+columns and [their limits](../benchmarks/README.md#limits-of-these-numbers).
+[Kernel notes](../kernels/NOTES.md) list the floor of each kernel and the attempts to reach it.
 
-Times are medians of a call. Plain PyTorch is what one writes without a library. The fastest other
-is "none" where none can run the case. Every provider timed here agreed with fp64 first."""
+Times are medians of a call. Plain PyTorch is the code you write without a library. The fastest
+other is "none" if no other provider runs the case. Every provider agreed with fp64 before it was
+timed."""
 
 
 def load() -> list[dict[str, Any]]:
-    """The results files, GPUs first, and the newest first."""
+    """Return the results: GPUs first, then by date, newest first."""
     records = [report.read(path) for path in RESULTS.glob("*.json")]
     records.sort(key=lambda record: record["date"], reverse=True)
     return sorted(records, key=lambda record: record["device"]["type"] == "cpu")
@@ -59,11 +59,12 @@ def load() -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    """The whole of docs/benchmarks.md. Of several CPUs the newest alone has growth, claims, and the
-    memory, which is the same on all."""
-    newest = _newest_cpu(records)
-    grids = [record for record in records if record.get("trl_grid")]
-    newest_grid = max(grids, key=lambda record: record["trl_grid"]["date"], default=None)
+    """Return docs/benchmarks.md.
+
+    Among CPUs only the newest shows growth, claims and memory; memory is the same on all CPUs.
+    """
+    newest = newest_cpu(records)
+    newest_grid = _newest_grid(records)
     sections = [INTRO]
     for record in records:
         is_older = record["device"]["type"] == "cpu" and record is not newest
@@ -80,10 +81,29 @@ def page(records: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _newest_cpu(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The CPU whose claims were measured last."""
-    cpus = [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
-    return max(cpus, key=lambda r: r["claims_measured"]["date"], default=None)
+def _cpus_with_claims(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
+
+
+def newest_cpu(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the CPU results with the newest claims.
+
+    Raises:
+        ValueError: no CPU results have claims.
+    """
+    cpus = _cpus_with_claims(records)
+    if not cpus:
+        raise ValueError(
+            "expected a CPU's results with claims in benchmarks/results, got none: "
+            "run `python -m benchmarks --keep` and `python -m benchmarks claims --keep`"
+        )
+    return max(cpus, key=lambda record: record["claims_measured"]["date"])
+
+
+def _newest_grid(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results with the newest comparison of iterations with TRL."""
+    grids = [record for record in records if record.get("trl_grid")]
+    return max(grids, key=lambda record: record["trl_grid"]["date"])
 
 
 def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,9 +112,9 @@ def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _gpu_not_measured() -> str:
     return (
-        "## GPU\n\nNo GPU has run the suite yet, and the numbers of a CPU, whose backend is other "
-        "code, say nothing of one. [The first half hour on a GPU]"
-        "(../benchmarks/README.md#the-first-half-hour-on-a-gpu) writes a table here."
+        "## GPU\n\nNot measured. CPU numbers say nothing about a GPU, since its backend is "
+        "different code. [The first half hour on a GPU]"
+        "(../benchmarks/README.md#the-first-half-hour-on-a-gpu) fills this section."
     )
 
 
@@ -106,18 +126,17 @@ def _predicted(records: Sequence[dict[str, Any]]) -> str:
     models = "; ".join(f"{m.name} {m.vocab} and {m.hidden}" for m in named)
     rows = [predictions.HEADER, *predictions.table(records)]
     if not _on_gpus(records):
-        rows = [row[:-1] for row in rows]  # what was measured
+        rows = [row[:-1] for row in rows]  # the measured column is empty
     return "\n\n".join(
         [
             "## GPU, predicted",
-            "Computed by `benchmarks/predictions.py`, in bf16, and not measured: bytes at the "
-            f"speed of a copy (TB/s: {copies}), matrix products at {rates} TFLOP/s, which is what "
-            "the best of others come to, and instructions as counted in the machine code. The low "
-            "end of a range has the faster products and everything overlapped that can be, the "
-            "high end the slower and nothing that may not be. Linear statistics with gradients "
-            "form the logits twice (four products), as others do; the linear loss forms them once "
-            "(three). What others have measured is their authors' word, on the card that is "
-            f"named. V and H: {models}.",
+            "Predicted by `benchmarks/predictions.py` for bf16, not measured. The prediction uses "
+            f"bytes at copy speed (TB/s: {copies}), matrix products at {rates} TFLOP/s, the rate "
+            "of the best other kernels, and instruction counts from the machine code. The low end "
+            "assumes the faster products and full overlap, the high end the slower products and "
+            "no optional overlap. Linear statistics with gradients form the logits twice (four "
+            "products), like other packages; the linear loss forms them once (three). The last "
+            f"column quotes the authors, on the card they name. V and H: {models}.",
             table(rows[0], rows[1:]),
         ]
     )
@@ -129,14 +148,14 @@ def _cases(record: dict[str, Any], *, with_memory: bool) -> str:
     if record["device"]["type"] == "cuda":
         versions += f", Triton {packages['triton']}"
     providers = {row["provider"] for case in record["cases"] for row in case["rows"]}
-    without = "" if "torch.compile" in providers else " `torch.compile` was left out."
+    without = "" if "torch.compile" in providers else " Without `torch.compile`."
     rows = [HEADER, *map(_row, record["cases"])]
     if not with_memory:
         rows = [row[: HEADER.index("memory")] for row in rows]
     return "\n\n".join(
         [
             f"## {device_title(record['device'])}",
-            f"{record['date'][:10]}, {versions}; measured in the same run: "
+            f"{record['date'][:10]}, {versions}. Ceilings of the same run: "
             f"{report.ceilings_line(record)}.{without}",
             table(rows[0], rows[1:]),
         ]
@@ -147,8 +166,8 @@ def _growths(record: dict[str, Any]) -> str:
     rows = [_growth(sweep) for sweep in record["sweeps"]]
     return "\n\n".join(
         [
-            "How the time grows, as the exponent of a power law fitted over the sizes:",
-            table(["growth of time", "FastPPO", "plain PyTorch"], rows),
+            "Growth of time with size, as the exponent of a fitted power law:",
+            table(["operation and sizes", "FastPPO", "plain PyTorch"], rows),
         ]
     )
 
@@ -156,11 +175,11 @@ def _growths(record: dict[str, Any]) -> str:
 def _claims(record: dict[str, Any]) -> str:
     return "\n\n".join(
         [
-            "What `fastppo bench claims` checks on a CPU. Each ratio is the median over "
-            f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}); eager is "
+            "Claims, checked by `fastppo bench claims`. Each ratio is the median over pairs of "
+            f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}). Eager is "
             "plain PyTorch:",
             table(
-                ["ratio", "measured", "wanted", "verdict"],
+                ["ratio", "measured", "target", "result"],
                 [_claim(claim) for claim in record["claims"]],
             ),
         ]
@@ -170,10 +189,10 @@ def _claims(record: dict[str, Any]) -> str:
 def _grid(record: dict[str, Any]) -> str:
     return "\n\n".join(
         [
-            "A PPO iteration of 16 episodes beside TRL 1.12's, on one thread in one process "
+            "A PPO iteration of 16 episodes against TRL 1.12, on one thread "
             f"(`python -m benchmarks.trl_iteration --grid`, {record['trl_grid']['date'][:10]}). "
-            "The floor is the iteration's FLOP at the rate of a large matrix product; “at equal "
-            "efficiency” is TRL's FLOP over FastPPO's:",
+            "The floor is the iteration's FLOP at the rate of a large matrix product. The last "
+            "column is the ratio of FLOP, the speed-up at equal efficiency:",
             table(
                 trl_iteration.HEADER,
                 [trl_iteration.cells(row) for row in record["trl_grid"]["rows"]],
@@ -234,100 +253,146 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 # --------------------------------------------------------------------------------------- the README
 
-LOSSES = ("ppo_loss", "linear_ppo_loss")
+
+class Comparison(NamedTuple):
+    """FastPPO against another implementation on one CPU."""
+
+    what: str
+    against: str
+    speed_up: float
+    memory_saved: float | None = None
 
 
-def _percent(share: float) -> str:
-    """Whole, but for less than one."""
-    return f"{100 * share:.{0 if share >= 0.01 else 1}f} %"
-
-
-def numbers(records: Sequence[dict[str, Any]]) -> str:
-    """The README's text between the markers: a table from the claims of the CPU that was measured
-    last.
+def comparisons(cpu: dict[str, Any]) -> dict[str, Comparison]:
+    """Return the comparisons that the README shows, by name.
 
     Raises:
-        ValueError: no CPU's results hold the claims.
+        ValueError: a claim is missing or was not measured.
     """
-    cpu = _newest_cpu(records)
-    if cpu is None:
-        raise ValueError(
-            "expected a CPU's results with claims in benchmarks/results, got none: "
-            "run `python -m benchmarks --keep` and `python -m benchmarks claims --keep`"
-        )
     claims = cpu["claims"]
-    rows = []
-    for name in LOSSES:
-        start = f"{name} with gradients"
-        for bonus in (", entropy bonus", ", no entropy bonus"):
-            time = _the_claim(claims, start, f"{bonus}: time over eager's")
-            memory = _the_claim(claims, start, f"{bonus}: extra memory over eager's")
-            tokens, vocabulary = re.findall(r"N=(\d+), V = (\d+)", time["text"])[0]
-            rows.append(
-                [
-                    f"{name} and its gradient, {tokens} × {vocabulary}{bonus}",
-                    "plain PyTorch",
-                    _percent(time["measured"]),
-                    _percent(memory["measured"]),
-                ]
-            )
-    others = {
-        "TRL's loop": _the_claim(claims, "gae", ": times as fast as TRL's loop"),
-        "verl's": _the_claim(claims, "gae", ": times as fast as verl's"),
-        "TRL 1.12": _the_claim(claims, "a PPO iteration", ": episodes per second over TRL's"),
-    }
-    for other, claim in others.items():
-        work = claim["text"].partition(":")[0]
-        rows.append([work, other, _percent(1 / claim["measured"]), ""])
-    gpus = [device_title(record["device"]) for record in _on_gpus(records)]
-    date = cpu["claims_measured"]["date"][:10]
-    torch = cpu["packages"]["torch"]
-    return "\n\n".join(
-        [
-            f"On a CPU ({device_title(cpu['device'])}, torch {torch}, {date}), FastPPO takes:",
-            table(["work", "beside", "of its time", "of its memory"], rows),
-            f"On GPUs: {'measured on ' + ', '.join(gpus) if gpus else NOT_MEASURED}. "
-            "[All measurements](docs/benchmarks.md), also where we lose, and\n"
-            "[what they do not show](benchmarks/README.md#what-these-numbers-are-not).",
-        ]
-    )
+    found = {}
+    for what in ("ppo_loss", "linear_ppo_loss"):
+        for bonus in (BONUS, f"no {BONUS}"):
+            start = f"{what} with gradients"
+            time = _claim_value(claims, start, f", {bonus}: time over eager's")
+            memory = _claim_value(claims, start, f", {bonus}: extra memory over eager's")
+            found[f"{what}, {bonus}"] = Comparison(what, "PyTorch", 1 / time, 1 / memory)
+    iteration = _claim_value(claims, "a PPO iteration", ": episodes per second over TRL's")
+    found["iteration"] = Comparison("PPO iteration", "TRL 1.12", iteration)
+    loop = _claim_value(claims, "gae", ": times as fast as TRL's loop")
+    found["gae"] = Comparison("gae", "TRL 1.12", loop)
+    return found
 
 
-def _the_claim(claims: list[dict[str, Any]], start: str, end: str) -> dict[str, Any]:
-    """The one claim whose text begins and ends so.
-
-    Raises:
-        ValueError: there is not exactly one, or it was not measured.
-    """
-    matching = [c for c in claims if c["text"].startswith(start) and c["text"].endswith(end)]
-    if len(matching) != 1 or matching[0]["measured"] is None:
-        values = [claim["measured"] for claim in matching]
+def _claim_value(claims: list[dict[str, Any]], start: str, end: str) -> float:
+    """Return the measured value of the one claim that starts and ends like this."""
+    values = [
+        claim["measured"]
+        for claim in claims
+        if claim["text"].startswith(start) and claim["text"].endswith(end)
+    ]
+    if len(values) != 1 or values[0] is None:
         raise ValueError(f"expected one measured claim “{start} … {end}”, got {values}")
-    return matching[0]
+    return float(values[0])
 
 
-def current(text: str) -> str:
-    """What is between the markers of a README.
+def span(ratios: Sequence[float]) -> str:
+    """Format speed-ups of several machines: "9.4 to 17×"."""
+    low, high = times(min(ratios)), times(max(ratios))
+    return high if low == high else f"{low.removesuffix('×')} to {high}"
+
+
+def times(ratio: float) -> str:
+    """Format a speed-up: 17.4 as "17×", 4.98 as "5×"."""
+    return f"{ratio:.0f}×" if ratio >= 9.95 else f"{ratio:.1f}".removesuffix(".0") + "×"
+
+
+def bars(records: Sequence[dict[str, Any]]) -> list[plots.Bar]:
+    """Return the bars of the README's chart, measured on the newest CPU."""
+    shown = comparisons(newest_cpu(records))
+    losses = [shown[f"ppo_loss, {BONUS}"], shown[f"linear_ppo_loss, {BONUS}"]]
+    faster = [*losses, shown["iteration"], shown["gae"]]
+    return [
+        *(plots.Bar("faster", c.what, c.against, c.speed_up, times(c.speed_up)) for c in faster),
+        *(
+            plots.Bar("less memory", c.what, c.against, c.memory_saved, times(c.memory_saved))
+            for c in losses
+            if c.memory_saved is not None
+        ),
+    ]
+
+
+def machine(record: dict[str, Any]) -> str:
+    """Return the label of the chart: the device, torch, and the date of the claims."""
+    date = record["claims_measured"]["date"][:10]
+    torch = record["packages"]["torch"].partition("+")[0]
+    return f"{device_title(record['device'])}, torch {torch}, {date}"
+
+
+def sections(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the README's text for each pair of markers.
 
     Raises:
-        ValueError: the markers are not there.
+        ValueError: no CPU has measured claims.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md must hold {BEGIN} and {END} once each")
-    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip("\n")
+    shown = bars(records)
+    alt = "; ".join(f"{bar.what} {bar.label} {bar.group} than {bar.against}" for bar in shown)
+    gpus = [device_title(record["device"]) for record in _on_gpus(records)]
+    chart = f"""
+![{alt}](docs/speedups.svg)
+
+*GPU: {", ".join(gpus) or NOT_MEASURED}. [All measurements](docs/benchmarks.md), also where FastPPO
+loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
+"""
+    measured = [comparisons(record) for record in _cpus_with_claims(records)]
+
+    def faster(name: str) -> str:
+        return span([of_cpu[name].speed_up for of_cpu in measured]) + " faster"
+
+    def saved(name: str) -> str:
+        return span([of_cpu[name].memory_saved or 1.0 for of_cpu in measured]) + " less memory"
+
+    with_bonus, without = f"ppo_loss, {BONUS}", f"ppo_loss, no {BONUS}"
+    linear = f"linear_ppo_loss, {BONUS}"
+
+    grid = span([row["speed_up"] for row in _newest_grid(records)["trl_grid"]["rows"]])
+    numbers = f"""
+- **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
+  logits: {faster(with_bonus)} than plain PyTorch with {saved(with_bonus)}.
+  Without an entropy bonus: {faster(without)}, {saved(without)}.
+- **No full logits.** `linear_ppo_loss` includes the lm-head and forms the logits chunk by chunk:
+  {saved(linear)}, {faster(linear)}.
+- **One forward pass.** Policy and value function share a trunk. A PPO iteration of a tiny model is
+  {faster("iteration")} than TRL 1.12's, and {grid} faster over nine shapes.
+"""
+    return {"chart": chart[1:], "numbers": numbers[1:] + "  "}  # the end marker stays in the list
 
 
-def update(readme: Path = README, path: Path = PAGE) -> list[Path]:
-    """Writes the page and the README's numbers; the files that changed."""
+def split(text: str, section: str) -> tuple[str, str, str]:
+    """Split the README into the text up to a section, the section, and the text after it.
+
+    Raises:
+        ValueError: the section's markers are missing.
+    """
+    begin, end = f"<!-- fastppo bench docs: {section} -->\n", f"<!-- end of {section} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"README.md must contain {begin.strip()} and {end} once each")
+    before, _, rest = text.partition(begin)
+    content, _, after = rest.partition(end)
+    return before + begin, content, end + after
+
+
+def update() -> list[Path]:
+    """Write the README's sections, the page and the chart; return the changed files."""
     records = load()
-    text = readme.read_text(encoding="utf-8")
-    current(text)  # refuses a README without markers before anything is written
-    before = text[: text.index(BEGIN) + len(BEGIN)]
-    after = text[text.index(END) :]
-    contents = {readme: f"{before}\n{numbers(records)}\n{after}", path: page(records)}
+    readme = README.read_text(encoding="utf-8")
+    for section, content in sections(records).items():
+        before, _, after = split(readme, section)
+        readme = before + content + after
     changed = []
-    for file, content in contents.items():
-        if not file.exists() or file.read_text(encoding="utf-8") != content:
+    for file, content in {README: readme, PAGE: page(records)}.items():
+        if content != file.read_text(encoding="utf-8"):
             file.write_text(content, encoding="utf-8")
             changed.append(file)
-    return changed
+    plots.draw_chart(bars(records), machine(newest_cpu(records)), CHART)
+    return [*changed, CHART]

@@ -1,9 +1,10 @@
-"""The pictures of a run: percent of the floor, peak memory, and time against size."""
+"""Figures: percent of the floor, peak memory, time against size, and the README's chart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import exponent, is_ours, seconds, size
 
@@ -13,7 +14,7 @@ OTHERS = "#9aa5b1"
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes the PNG files that the record has data for."""
+    """Write a PNG for each kind of data in the record."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -34,7 +35,7 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _bars(record: dict[str, Any], field: str, axis: str, unit: Any) -> Any:
-    """A panel of horizontal bars for each case; time stands beside a share of the floor."""
+    """Draw a panel of horizontal bars per case."""
     import matplotlib.pyplot as plt
 
     timed = {
@@ -69,7 +70,7 @@ def _bars(record: dict[str, Any], field: str, axis: str, unit: Any) -> Any:
 
 
 def _growth(record: dict[str, Any]) -> Any:
-    """A panel for each sweep: time against size, with the fitted exponents in the legend."""
+    """Draw time against size, a panel per sweep, with the fitted exponents in the legend."""
     import matplotlib.pyplot as plt
 
     sweeps = [sweep for sweep in record.get("sweeps", []) if sweep["growth"]]
@@ -97,3 +98,52 @@ def _growth(record: dict[str, Any]) -> Any:
         panel.set_ylabel("seconds")
         panel.legend(fontsize=7)
     return figure
+
+
+class Bar(NamedTuple):
+    """A bar of the README's chart."""
+
+    group: str
+    """What is compared: "faster" or "less memory"."""
+    what: str
+    against: str
+    ratio: float
+    label: str
+
+
+COLORS = {"faster": OURS, "less memory": "#2f855a"}
+
+
+def draw_chart(bars: Sequence[Bar], machine: str, path: Path) -> None:
+    """Draw ratios as horizontal bars from 1 on a log axis. The SVG is readable at 400 px."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    # Text stays text, so that the reader's browser renders it with its own fonts.
+    style: Any = {"font.size": 12, "svg.fonttype": "none", "svg.hashsalt": "fastppo"}
+    with plt.rc_context(style):
+        figure, axis = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+        places = [place + 0.7 * (bar.group != bars[0].group) for place, bar in enumerate(bars)]
+        drawn = axis.barh(
+            places,
+            [bar.ratio - 1 for bar in bars],
+            left=1,
+            height=0.62,
+            color=[COLORS[bar.group] for bar in bars],
+        )
+        axis.bar_label(
+            drawn, [f"{bar.label} {bar.group}" for bar in bars], padding=4, fontweight="bold"
+        )
+        axis.set_yticks(places, [f"{bar.what}\nvs {bar.against}" for bar in bars])
+        axis.tick_params(axis="y", length=0)
+        axis.invert_yaxis()
+        axis.set_xscale("log")
+        axis.set_xlim(1, 400)
+        axis.set_xticks([1, 10, 100], ["1×", "10×", "100×"])
+        axis.minorticks_off()
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.set_xlabel(machine, fontsize=11)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        plt.close(figure)

@@ -1,4 +1,4 @@
-"""The benchmark suite: floors by hand, wrong providers found out, what a run writes, the README."""
+"""The benchmark suite: floors, wrong providers, output files, the page and the README."""
 
 from __future__ import annotations
 
@@ -338,21 +338,26 @@ def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(
 # ---------------------------------------------------------------------- the page and the README
 
 
-def test_the_page_and_the_readme_are_what_the_results_say() -> None:
-    """After a new results file: python -m benchmarks docs"""
+def test_page_readme_and_chart_agree_with_the_results() -> None:
+    """After new results: python -m benchmarks docs"""
     records = docs.load()
     assert docs.PAGE.read_text("utf-8") == docs.page(records)
-    assert docs.current(docs.README.read_text("utf-8")) == docs.numbers(records)
+    readme = docs.README.read_text("utf-8")
+    for section, content in docs.sections(records).items():
+        assert docs.split(readme, section)[1] == content
+    chart = docs.CHART.read_text("utf-8")
+    for bar in docs.bars(records):
+        assert f">{bar.label} {bar.group}<" in chart
+    assert f">{docs.machine(docs.newest_cpu(records))}<" in chart
 
 
-def test_a_number_of_the_readme_that_nobody_measured_is_refused() -> None:
-    (cpu, *_) = docs.load()[::-1]
+def test_an_unmeasured_number_is_refused() -> None:
+    cpu = docs.newest_cpu(docs.load())
     with pytest.raises(ValueError, match="expected a CPU's results with claims"):
-        docs.numbers([{**cpu, "claims": []}])
+        docs.sections([{**cpu, "claims": []}])
     unmeasured = [{**claim, "measured": None} for claim in cpu["claims"]]
-    for wrong in (cpu["claims"][:-1], unmeasured):
-        with pytest.raises(ValueError, match="expected one measured claim"):
-            docs.numbers([{**cpu, "claims": wrong}])
+    with pytest.raises(ValueError, match="expected one measured claim"):
+        docs.sections([{**cpu, "claims": unmeasured}])
 
 
 # ------------------------------------------------------------------------------------- front doors
