@@ -15,6 +15,7 @@ import importlib
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -189,25 +190,16 @@ def recipe(
     from fastppo.recipes.run import lay_out, run_recipe, show_recipes
 
     if not arguments:
-        if show or prepare or out is not None:
-            raise ValueError(
-                "--show, --prepare and --out need a recipe: expected its name before them"
-            )
         show_recipes(Console())
         return
-    # By its place: argparse would take an option's value for the name, or the name for a value.
     name, *options = arguments
-    if name.startswith("-"):
-        raise ValueError(f"expected the name of a recipe before its options, got {name}")
     if any(option.partition("=")[0] == "--config" for option in options):
-        raise ValueError("a recipe has a config of its own; `fastppo train --config` takes yours")
+        raise ValueError("a recipe has its own config; `fastppo train --config` takes yours")
     chosen = find(name)
     folder = Path(out or Path("runs") / name)
     if show:
         if options:
-            raise ValueError(
-                f"--show prints the recipe as it is: expected no options, got {options[0]}"
-            )
+            raise ValueError(f"--show takes no options, got {options[0]}")
         print(chosen.config(folder), end="")
         return
     with TemporaryDirectory() as temporary:  # wrong options leave no files in the folder
@@ -220,23 +212,19 @@ def recipe(
 
 
 @Command(
-    help="Set up a run of your own: asks for model, data and reward, and writes its files",
-    description="Writes run.yaml and, where nothing else pays, reward.py with a test on three "
-    "prompts. What no flag says is asked.",
+    help="Write run.yaml and reward.py, commented templates for a run of your own",
     flags={
         "--out": {"metavar": "DIR", "help": "folder of the files (default: this one)"},
         "--model": {"metavar": "TEXT", "help": "directory or hub name"},
-        "--prompts": {"metavar": "TEXT", "help": "what `fastppo train` takes"},
-        "--environment": {"metavar": "TEXT", "help": "file.py:Name or an address"},
-        "--reward": {"metavar": "TEXT", "help": "a model, file.py:function or an address"},
+        "--prompts": {"metavar": "TEXT", "help": ".jsonl, .parquet or hub dataset"},
     },
 )
-def init(out: str = ".", **answers: str) -> None:
-    from rich.console import Console
-
+def init(out: str = ".", model: str = "my-sft-model", prompts: str = "prompts.jsonl") -> None:
     from fastppo.init import write_run
 
-    write_run(Path(out), answers, Console(), before_loading=_quiet_libraries)
+    run, reward = write_run(Path(out), model, prompts)
+    print(f"wrote {run} and {reward}; edit them, then run")
+    print(f"fastppo check --config {shlex.quote(str(run))}")
 
 
 @Command(

@@ -1,1 +1,1 @@
-"""The whole pipeline on a small synthetic language: supervised fine-tuning, a reward model, PPO."""
+"""All three stages on a synthetic language: supervised fine-tuning, reward model, PPO."""

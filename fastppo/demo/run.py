@@ -1,7 +1,7 @@
-"""`fastppo demo`: supervised fine-tuning, a reward model and PPO on the built-in task, in one go.
+"""`fastppo demo`: supervised fine-tuning, a reward model and PPO on the built-in task.
 
-It does nothing that your own run would not: it writes its data as JSONL, trains the three stages
-with the functions that the package exports, and ends with a policy that plain transformers loads.
+The demo uses the same functions as your own run: it writes its data as JSONL, trains the three
+stages and saves a policy for transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastppo.stopped import Stopped
 
 
 def model_config(vocabulary: int) -> LlamaConfig:
-    """A two-layer Llama that a CPU trains in seconds."""
+    """Return the config of a two-layer Llama; a CPU trains it in seconds."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=96,
@@ -54,15 +54,15 @@ def run_demo(
     iterations: int | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Runs the three stages and prints what came of them.
+    """Run the three stages and print the results.
 
     Args:
-        output_dir: gets data/, sft/, reward_model/ and ppo/.
-        iterations: PPO iterations; default those of the recipe.
+        output_dir: folder of data/, sft/, reward_model/ and ppo/.
+        iterations: PPO iterations; default as in demo.yaml.
 
     Returns:
-        dict: `before` and `after`, each as `PPOTrainer.evaluate` gives it on held-out prompts;
-        `reward_model`, its held-out accuracy; `report`, `policy`, paths; `seconds`.
+        dict: `before` and `after`, the results of `PPOTrainer.evaluate` on held-out prompts;
+        `reward_model`, metrics of the reward model; `report` and `policy`, paths; `seconds`.
     """
     start = time.perf_counter()
     output_dir = Path(output_dir)
@@ -70,14 +70,14 @@ def run_demo(
     options: dict[str, Any] = {"seed": seed, "device": device}
     if iterations is not None:
         options["iterations"] = iterations
-    # Made first, so that a wrong option is refused before the first two stages.
+    # First, so that a wrong option fails before the first two stages are trained.
     config = ppo_config(output_dir, output_dir / "ppo", **options)
     world = world_of(config)
     if world.size > 1:
         raise ValueError(f"the demo runs in one process, got {world.size}")
     earlier = output_dir / "ppo"
     if earlier.exists():
-        say(console, f"{earlier} is an earlier demo's: replaced after the first two stages")
+        say(console, f"{earlier} of an earlier demo is replaced after the first two stages")
     try:
         data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
         shutil.rmtree(earlier, ignore_errors=True)
@@ -86,8 +86,8 @@ def run_demo(
         before = trainer.evaluate(held_out)
         trainer.train()
         after = trainer.evaluate(held_out)
-    except Stopped as stopped:  # the demo has no `--resume`, which a stage's message names
-        raise Stopped(stopped.signum, "; `fastppo demo` begins anew") from None
+    except Stopped as stopped:  # a stage's message names `--resume`; the demo has none
+        raise Stopped(stopped.signum, "; `fastppo demo` starts over") from None
     result = {
         "before": before,
         "after": after,
@@ -101,8 +101,7 @@ def run_demo(
 
 
 def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
-    """The PPO options of demo.yaml on the first two stages of `stages_dir`; `options` override
-    them."""
+    """Return the options of demo.yaml for the models in `stages_dir`; `options` override them."""
     defaults = yaml.safe_load(files("fastppo.demo").joinpath("demo.yaml").read_text())
     defaults |= {
         "model": str(stages_dir / "sft"),
@@ -117,17 +116,17 @@ def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
 def supervised_stages(
     output_dir: str | Path, *, seed: int, device: str, console: Console | None = None
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
-    """Stages 1 and 2: writes data/, sft/ and reward_model/.
+    """Train stages 1 and 2: write data/, sft/ and reward_model/.
 
     Returns:
-        (the task's data by name, what `train_reward_model` returns).
+        (the task's data by name, the metrics of `train_reward_model`).
     """
     output_dir = Path(output_dir)
     console = console or Console()
     for stage in ("sft", "reward_model"):
-        shutil.rmtree(output_dir / stage, ignore_errors=True)  # an earlier demo's
+        shutil.rmtree(output_dir / stage, ignore_errors=True)  # of an earlier demo
     if choose_device(device).type == "cpu":
-        torch.set_num_threads(1)  # the models are so small that a second thread costs time
+        torch.set_num_threads(1)  # faster for models this small
     data = make_data(seed)
     _write(output_dir / "data", data)
     tokenizer = make_tokenizer()
@@ -168,7 +167,7 @@ def supervised_stages(
     )
     console.print(
         f"SFT loss {sft['loss']:.3f} nats per token; "
-        f"reward model right on {rewards['accuracy']:.0%} of held-out pairs"
+        f"reward model accuracy {rewards['accuracy']:.0%} on held-out pairs"
     )
 
     return data, rewards

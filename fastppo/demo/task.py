@@ -1,12 +1,12 @@
-"""The task of `fastppo demo`: a small synthetic language and a hidden reward.
+"""The task of `fastppo demo`: a synthetic language and a hidden reward.
 
-Prompts ask about a creature; completions are short descriptions drawn from a grammar, as often
-harsh as friendly. The gold scorer, which nothing is trained on, likes descriptions that are
-friendly, are about the creature in the prompt, say what it does, and are well formed. A
-reward model sees only preference pairs that the gold scorer ranked, with noise, as human labellers
-would. So the proxy can be over-optimised, and the gold score shows it.
+Prompts ask about a creature. Completions are short descriptions from a grammar, harsh as often as
+friendly. The gold reward prefers friendly, well-formed descriptions of the prompt's creature and
+its actions; nothing is trained on it. The reward model sees only preference pairs, labelled by the
+gold reward with noise like human labels. PPO can therefore overoptimise the reward model, and the
+gold reward shows it.
 
-Everything follows from a seed; nothing is downloaded.
+The seed determines all data; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _SENTENCE = re.compile(
 
 MAX_SENTENCES = 3
 PREFERENCE_SHARPNESS = 10.0
-"""A pair whose gold scores differ by d is labelled right with probability σ(10·d)."""
+"""A pair with a gold difference d gets the right label with probability σ(10·d)."""
 
 
 def gold_reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Friendliness × (0.4 topic + 0.3 substance + 0.3 form), each in [0, 1]; 1 is the best."""
+    """Return friendliness × (0.4 topic + 0.3 substance + 0.3 form), each in [0, 1]."""
     return [_gold(p, c) for p, c in zip(prompts, completions, strict=True)]
 
 
@@ -85,14 +85,14 @@ def _gold(prompt: str, completion: str) -> float:
     *sentences, unfinished = (part.strip() for part in completion.split("."))
     well_formed = sum(bool(_SENTENCE.match(sentence)) for sentence in sentences)
     count = len(sentences) + bool(unfinished)
-    # A word said twice counts against the form: repetition is the cheapest exploit there is.
+    # Repeated words lower the form: repetition is the cheapest exploit.
     variety = len(set(moods)) / len(moods)
     form = well_formed / max(count, 1) * variety * (1.0 if count <= MAX_SENTENCES else 0.5)
     return friendliness * (0.4 * topic + 0.3 * substance + 0.3 * form)
 
 
 def prompts() -> list[str]:
-    """Every prompt of the language."""
+    """Return all prompts."""
     return [
         question.format(f"{look} {creature}")
         for question, look, creature in itertools.product(QUESTIONS, LOOKS, CREATURES)
@@ -100,7 +100,7 @@ def prompts() -> list[str]:
 
 
 def describe(prompt: str, draw: random.Random) -> str:
-    """A description from the grammar, friendly and harsh words alike."""
+    """Draw a description from the grammar, friendly or harsh."""
     creature = next(word for word in prompt.split() if word in CREATURES)
 
     def pick(kind: str) -> str:
@@ -117,7 +117,7 @@ def describe(prompt: str, draw: random.Random) -> str:
 
 
 def blemish(description: str, draw: random.Random) -> str:
-    """A description with a fault: another creature, a stutter, words swapped or left out."""
+    """Add a fault to a description: other creature, stutter, swapped or missing words."""
     words = description.split()
     fault = draw.randrange(4)
     if fault == 0:
@@ -135,7 +135,7 @@ def blemish(description: str, draw: random.Random) -> str:
 def make_data(
     seed: int, *, demonstrations: int = 3000, pairs: int = 5000, held_out: int = 96
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rows of the four files: demonstrations, preference pairs, prompts, held-out prompts."""
+    """Return the rows of demonstrations, preference pairs, prompts and held-out prompts."""
     draw = random.Random(seed)
     everything = prompts()
     draw.shuffle(everything)
@@ -163,7 +163,7 @@ def _pair(prompt: str, draw: random.Random) -> dict[str, str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word."""
+    """Return a tokenizer with one token per word."""
     text = " ".join(question.format("") for question in QUESTIONS)
     grammar = "the is and it near ."
     moods = [word for kind in (*FRIENDLY.values(), *HARSH.values()) for word in kind]

@@ -1,9 +1,9 @@
-"""`arithmetic`: sums of two numbers, a model made from scratch, and a verifier as the reward.
+"""`arithmetic`: sums of two numbers, with a model made from scratch and a verifier as the reward.
 
-Each prompt has four demonstrations, half of them off by one or by ten, and a model that is
-fine-tuned on them is wrong as often; PPO learns from right and wrong which answer it was. Held-out
-sums are in no demonstration and no prompt. All numbers have two digits (07+15=22), so that the
-place of a digit says what it counts and what is learned from some sums holds for the others.
+Each prompt has four demonstrations. Half of them are off by one or ten, and the fine-tuned model is
+wrong as often; PPO learns the right answers from the verifier. Held-out sums appear in no
+demonstration and no prompt. All numbers have two digits (07+15=22), so a digit's position gives its
+place value and the model can generalise.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fastppo.data.rows import write_rows
 from fastppo.recipes.characters import train_from_scratch
 
 LARGEST = 49
-"""Number in a sum."""
+"""Largest summand."""
 
 HELD_OUT = 200
-"""Sums; all others are prompts."""
+"""Number of held-out sums; all others are prompts."""
 
 DEMONSTRATIONS = 4
-"""Completions of each prompt."""
+"""Completions per prompt."""
 
 SLIPS = 0.5
-"""Share of the demonstrations that are wrong."""
+"""Share of wrong demonstrations."""
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/, prompts.jsonl and held_out.jsonl."""
+    """Write model/, prompts.jsonl and held_out.jsonl."""
     draw = random.Random(seed)
     sums = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     draw.shuffle(sums)
@@ -46,7 +46,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
 
 
 def _slip(answer: str, draw: random.Random) -> str:
-    """The answer, or one that is off by one or by ten."""
+    """Return the answer, or a number off by one or ten."""
     if draw.random() >= SLIPS:
         return answer
     near = [int(answer) + off for off in (-10, -1, 1, 10)]

@@ -1,7 +1,7 @@
-"""The reward of the recipe `arithmetic`: the verifier. Copied into its folder, to be changed."""
+"""Reward of the recipe `arithmetic`, copied into its folder for you to change."""
 
 
 def correct(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
-    """1 for the answer and nothing else, 0 otherwise."""
+    """Return 1 for the bare answer, 0 otherwise."""
     pairs = zip(completions, answer, strict=True)
     return [float(text.strip() == right) for text, right in pairs]

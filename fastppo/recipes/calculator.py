@@ -1,8 +1,8 @@
-"""`calculator`: products that no small model knows, and a tool that does.
+"""`calculator`: products of two numbers, with a tool that computes them.
 
-In the first turn the model writes a call, `[34*57]`; the environment answers `=1938;`; in the
-second turn the model says the number. Demonstrations of both turns teach the form, but half of them
-call another product than the prompt's; only the reward teaches to call the right one.
+In the first turn the model writes a call, `[34*57]`, and the environment answers `=1938;`. In the
+second turn the model repeats the number. Demonstrations of both turns teach the format, but half of
+the calls have wrong numbers; the model learns from the reward to call with the prompt's.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fastppo.recipes.characters import train_from_scratch
 
 SMALLEST = 10
 LARGEST = 99
-"""Numbers in a product."""
+"""Largest factor."""
 
 DEMONSTRATIONS = 1500
 HELD_OUT = 200
 PROMPTS = 3000
 
 WRONG = 0.5
-"""Share of the demonstrated calls that are of another product."""
+"""Share of demonstrated calls with other numbers than the prompt's."""
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/, prompts.jsonl and held_out.jsonl."""
+    """Write model/, prompts.jsonl and held_out.jsonl."""
     draw = random.Random(seed)
     numbers = range(SMALLEST, LARGEST + 1)
     products = [(a, b) for a in numbers for b in numbers]

@@ -1,4 +1,4 @@
-"""The environment of the recipe `calculator`. Copied into its folder, to be changed."""
+"""Environment of the recipe `calculator`, copied into its folder for you to change."""
 
 import re
 
@@ -6,15 +6,15 @@ CALL = re.compile(r"\[(\d{1,6})\*(\d{1,6})\]")
 
 
 class Calculator:
-    """Answers a call such as `[34*57]` once; what comes next, or in its place, is the answer."""
+    """Answer one call such as `[34*57]`; any other text is the final answer."""
 
     def reset(self, prompt: str, answer: str) -> None:
-        """The prompt is read as it is."""
+        """Start an episode; the prompt stays as it is."""
         self.answer = answer
         self.called = False
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """(what the tool says, 1 for the right answer, whether the episode is over)."""
+        """Return (the tool's text, 1 for the right answer, whether the episode ends)."""
         call = CALL.fullmatch(text.strip())
         if call and not self.called:
             self.called = True

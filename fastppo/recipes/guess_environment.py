@@ -1,7 +1,7 @@
-"""TextArena's GuessTheNumber, six guesses, for a model that reads no rules.
+"""TextArena's GuessTheNumber with six guesses and without the rules in the prompt.
 
-The rules are the same in every game and longer than a game; this model knows them from the games
-that it was shown. Hints, moves that are refused, and the reward are the game's own.
+The rules never change and are longer than a game; the model knows them from its demonstrations.
+Hints, illegal moves and the reward are the game's own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fastppo.environments.textarena import Game
 
 
 class Guess(Game):
-    """One game."""
+    """One game of GuessTheNumber."""
 
     def __init__(self) -> None:
-        super().__init__("GuessTheNumber-v0", max_turns=5)  # and a last guess, by the game
+        super().__init__("GuessTheNumber-v0", max_turns=5)  # the game adds a last guess
 
     def reset(self, prompt: Any, seed: int | None = None) -> str:
-        """Begins the game of a seed."""
+        """Start the game of a seed."""
         super().reset(prompt, seed)
         return "Guess:"

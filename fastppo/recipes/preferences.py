@@ -1,9 +1,8 @@
 """`smollm2-preferences`: a reward model of preferences between SmolLM2's own sentences.
 
-SmolLM2 continues every prompt of `sentiment` several times; of two continuations the one that VADER
-finds more positive is preferred, with some noise, as people would label them. A reward model, which
-starts from SmolLM2 too, learns from those pairs alone. PPO is trained on it, and VADER is the gold
-reward that shows where it led.
+SmolLM2 continues every prompt of `sentiment` several times. VADER labels pairs of continuations by
+sentiment, with noise like human labels. A reward model, initialised from SmolLM2, learns from these
+pairs and trains the policy. VADER is the gold reward.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from fastppo.run.progress import progress, say
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 
 SAMPLES = 10
-"""Continuations of a prompt."""
+"""Continuations per prompt."""
 
 TOKENS = 16
-"""Length of a continuation."""
+"""Length of a continuation, tokens."""
 
 SHARPNESS = 4.0
-"""A pair whose scores differ by d is labelled right with probability σ(4·d)."""
+"""A pair with a score difference d gets the right label with probability σ(4·d)."""
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/, reward_model/, preferences.jsonl, prompts.jsonl and held_out.jsonl."""
+    """Write model/, reward_model/, preferences.jsonl, prompts.jsonl and held_out.jsonl."""
     sentiment.prepare(directory, seed, console)
     continued = _continuations(directory / "model", sentiment.PROMPTS, seed, console)
     pairs = label(continued, vader, random.Random(seed))
@@ -50,13 +49,13 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
         seed=seed,
     )
     metrics = train_reward_model(options, rows=pairs, console=console)
-    say(console, f"reward model right on {metrics['accuracy']:.0%} of the held-out pairs")
+    say(console, f"reward model accuracy {metrics['accuracy']:.0%} on held-out pairs")
 
 
 def _continuations(
     directory: Path, prompts: Sequence[str], seed: int, console: Console
 ) -> dict[str, list[str]]:
-    """`SAMPLES` continuations of each prompt, drawn from the model."""
+    """Sample `SAMPLES` continuations of each prompt from the model."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -81,7 +80,7 @@ def _continuations(
 def label(
     continued: dict[str, list[str]], score: Callable[..., list[float]], draw: random.Random
 ) -> Rows:
-    """Pairs of neighbouring continuations whose scores differ, each used once."""
+    """Label pairs of neighbouring continuations by score; skip ties and empty texts."""
     pairs: Rows = []
     for prompt, texts in continued.items():
         scores = score([prompt] * len(texts), texts)

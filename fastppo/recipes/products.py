@@ -1,8 +1,8 @@
-"""`smollm2-tools`: products that SmolLM2 does not know, and a tool that does.
+"""`smollm2-tools`: products that SmolLM2 does not know, with a tool that computes them.
 
-The chat template names the tool in one line. Demonstrations teach the form of a call and of the
-turn after it; half guess the product in place of calling, and a quarter of the calls are of
-another product. Only the reward teaches to call, and with the right numbers.
+The chat template names the tool in one line. Demonstrations teach the format of a call and of the
+turn after it. Half of them guess the product instead of calling, and a quarter of the calls have
+wrong numbers; the model learns from the reward to call with the prompt's numbers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fastppo.stages.sft import train_sft
 
 SMALLEST = 11
 LARGEST = 99
-"""Numbers in a product."""
+"""Largest factor."""
 
 DEMONSTRATIONS = 128
 HELD_OUT = 64
 PROMPTS = 2000
 
 GUESSED = 0.5
-"""Share of the demonstrations that say a wrong product and call nothing."""
+"""Share of demonstrations that guess a product instead of calling the tool."""
 WRONG = 0.25
-"""Share of the demonstrated calls that are of another product."""
+"""Share of demonstrated calls with other numbers than the prompt's."""
 
 CHAT_TEMPLATE = """{% for t in tools or [] %}<|im_start|>system
 Tool: {{ t['function']['name'] }}({{ t['function']['parameters']['properties'] | join(', ') }})\
@@ -43,11 +43,11 @@ Tool: {{ t['function']['name'] }}({{ t['function']['parameters']['properties'] |
 {{ m['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Shorter than the tool's whole schema, which would be most of what a CPU has to read."""
+"""Names the tool in one line. Its JSON schema would be longer than all other text."""
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/, prompts.jsonl and held_out.jsonl."""
+    """Write model/, prompts.jsonl and held_out.jsonl."""
     draw = random.Random(seed)
     numbers = range(SMALLEST, LARGEST + 1)
     products = [(a, b) for a in numbers for b in numbers]
@@ -88,7 +88,7 @@ def _row(a: int, b: int) -> dict[str, Any]:
 
 
 def _demonstrations(products: list[tuple[int, int]], draw: random.Random, tokenizer: Any) -> Rows:
-    """Prompts and completions as text, one of each turn."""
+    """Return prompts and completions as text, one row per turn."""
     numbers = range(SMALLEST, LARGEST + 1)
     rows = []
     for a, b in products:

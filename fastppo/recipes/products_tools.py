@@ -1,11 +1,11 @@
-"""The tools of the recipe `smollm2-tools`. Copied into its folder, to be changed."""
+"""Tools of the recipe `smollm2-tools`, copied into its folder for you to change."""
 
 
 class Products:
-    """A class of TRL's `environment_factory`: its public methods are tools."""
+    """A class as in TRL's `environment_factory`: its public methods are tools."""
 
     def reset(self, **row: object) -> None:
-        """The prompt is read as it is."""
+        """Start an episode; the prompt stays as it is."""
 
     def multiply(self, a: int, b: int) -> int:
         """Multiplies two numbers.

@@ -1,4 +1,4 @@
-"""Sums in words for models that chat, with a verifier as the reward."""
+"""Arithmetic in words for chat models, with a verifier as the reward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HELD_OUT = 100
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes prompts.jsonl and held_out.jsonl: sums, differences and products of two steps."""
+    """Write prompts.jsonl and held_out.jsonl: a product plus or minus a number."""
     _write(directory, seed, _two_steps)
 
 
 def prepare_sums(directory: Path, seed: int, console: Console) -> None:
-    """Writes prompts.jsonl and held_out.jsonl: one sum each, for the smallest models."""
+    """Write prompts.jsonl and held_out.jsonl: single sums, for the smallest models."""
     _write(directory, seed, _sum)
 
 

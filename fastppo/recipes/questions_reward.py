@@ -1,5 +1,4 @@
-"""The reward of recipes that put sums into words: the verifier. Copied into their folders, to be
-changed."""
+"""Reward of the recipes with arithmetic in words, copied into their folders for you to change."""
 
 import re
 
@@ -7,7 +6,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def correct(prompts: list, completions: list[str], answer: list[str]) -> list[float]:
-    """1 where the last number of the response is the answer, 0 otherwise."""
+    """Return 1 if the last number of the response is the answer, 0 otherwise."""
     return [float(_last(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 

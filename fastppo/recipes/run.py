@@ -1,7 +1,7 @@
-"""`fastppo recipe`: lays out the files of a recipe in a folder, makes what is missing, and trains.
+"""`fastppo recipe`: write a recipe's files to a folder, prepare its data and model, and train.
 
-The folder then holds a run that `fastppo train --config run.yaml` repeats. A file that already
-exists is left as it is, so a config or reward that somebody has changed is the one that runs.
+`fastppo train --config run.yaml` repeats the run of the folder. Existing files are kept, so a
+changed config or reward is used.
 """
 
 from __future__ import annotations
@@ -20,35 +20,33 @@ from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
-"""In the folder, from the first file on: the name of its recipe."""
+"""File with the name of the folder's recipe, written first."""
 
 PREPARED = "prepared.json"
-"""In the folder, once all is made: by which recipe, and from which seed."""
+"""File with the recipe and its seed, written after the preparation."""
 
-STAGES = ("model", "reward_model")
+TRAINED = ("model", "reward_model")
 """Folders of the models that a preparation trains."""
 
 WIDE = 100
-"""Columns of a terminal from which on the list of recipes says what they take."""
+"""Terminal columns from which the list of recipes has the hardware requirements."""
 
 
 def lay_out(recipe: Recipe, out: Path) -> Path:
-    """Writes run.yaml and the shipped files that are not there yet; returns the path of run.yaml.
+    """Write run.yaml and the shipped files unless they exist; return the path of run.yaml.
 
     Raises:
-        ImportError: a package is missing; nothing is written then.
-        ValueError: the folder is another recipe's, or a file.
+        ImportError: a package is missing. Nothing is written.
+        ValueError: the folder belongs to another recipe.
     """
     recipe.check_packages()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file")
     out.mkdir(parents=True, exist_ok=True)
     owner = out / OWNER
     owner_name = owner.read_text("utf-8").strip() if owner.exists() else recipe.name
     if owner_name != recipe.name:
         raise ValueError(
-            f"{out} holds the files of recipe {owner_name}, expected {recipe.name}: choose "
-            "another --out"
+            f"{out} has the files of recipe {owner_name}, expected {recipe.name}: choose another "
+            "--out"
         )
     contents = {OWNER: f"{recipe.name}\n", "run.yaml": recipe.config(out)}
     for shipped_name, name in recipe.shipped.items():
@@ -60,14 +58,12 @@ def lay_out(recipe: Recipe, out: Path) -> Path:
 
 
 def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
-    """Makes what the config reads, once; what an interrupted preparation left is made anew.
+    """Make the data and models of a config once; start over after an interrupted preparation.
 
     Raises:
         ImportError: a package is missing.
-        ValueError: the folder is another recipe's, or of another seed.
+        ValueError: the folder was prepared for another recipe or seed.
     """
-    from fastppo.run.lock import run_lock
-
     recipe.check_packages()
     wanted = {"recipe": recipe.name, "seed": seed if recipe.seeded else None}
     record = out / PREPARED
@@ -75,14 +71,12 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
         prepared = json.loads(record.read_text())
         if prepared != wanted:
             raise ValueError(
-                f"{out} was made for recipe {prepared['recipe']} with seed {prepared['seed']}, "
+                f"{out} was prepared for recipe {prepared['recipe']} with seed {prepared['seed']}, "
                 f"expected {wanted['recipe']} with seed {wanted['seed']}: choose another --out"
             )
         return
-    for stage in STAGES:
-        if (out / stage).exists():
-            with run_lock(out / stage):  # not that of a preparation at work
-                shutil.rmtree(out / stage)
+    for name in TRAINED:
+        shutil.rmtree(out / name, ignore_errors=True)
     recipe.prepare(out, seed, console)
     write_whole(record, json.dumps(wanted))
 
@@ -94,12 +88,12 @@ def run_recipe(
     *,
     only_prepare: bool = False,
 ) -> None:
-    """Makes what is missing, and trains.
+    """Prepare a recipe and train it.
 
     Args:
         out: the folder of `lay_out`.
-        config: of its run.yaml, with a person's flags.
-        only_prepare: make model and data, and train nothing.
+        config: options of its run.yaml and of flags.
+        only_prepare: stop before training.
     """
     from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
@@ -109,8 +103,8 @@ def run_recipe(
     world = world_of(config)
     if world.size > 1:
         raise ValueError(
-            f"a recipe runs in one process, got {world.size}: torchrun -m fastppo train --config "
-            f"{out / 'run.yaml'}, once it is prepared"
+            f"a recipe runs in one process, got {world.size}: prepare it, then run torchrun -m "
+            f"fastppo train --config {out / 'run.yaml'}"
         )
     if not config.resume and not only_prepare:
         check_no_run(config.output_dir)
@@ -127,12 +121,12 @@ def run_recipe(
 
 
 def show_recipes(console: Console) -> None:
-    """The list of all recipes; on a narrow terminal without the machine that they take."""
+    """Print the list of recipes, with hardware requirements if the terminal is wide enough."""
     table = Table(title="fastppo recipe NAME", title_justify="left")
     table.add_column("name", no_wrap=True, min_width=max(len(recipe.name) for recipe in RECIPES))
     is_wide = console.width >= WIDE
     table.add_column("minutes", no_wrap=True)
-    for title in ("what", "takes") if is_wide else ("what",):
+    for title in ("task", "needs") if is_wide else ("task",):
         table.add_column(title)
     for recipe in RECIPES:
         cells = [recipe.name, recipe.minutes, recipe.line]

@@ -1,4 +1,4 @@
-"""`smollm2-sentiment`: everyday sentences are continued in a positive tone."""
+"""`smollm2-sentiment`: continue everyday sentences in a positive tone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELD_OUT = _lines("sentiment_held_out.txt")
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
-    """Writes model/, prompts.jsonl and held_out.jsonl."""
+    """Write model/, prompts.jsonl and held_out.jsonl."""
     smollm2.unpack(directory / "model")
     write_rows(directory / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
     write_rows(directory / "held_out.jsonl", [{"prompt": text} for text in HELD_OUT])

@@ -1,4 +1,4 @@
-"""The rewards of the recipe `smollm2-sentiment`. Copied into its folder, to be changed."""
+"""Rewards of the recipe `smollm2-sentiment`, copied into its folder for you to change."""
 
 import functools
 import math
@@ -7,21 +7,21 @@ from typing import Any
 
 
 def vader(prompts: list[str], completions: list[str]) -> list[float]:
-    """VADER's compound score of the completion, from -1 to 1."""
+    """Return VADER's compound score of each completion, from -1 to 1."""
     return [_score(text) for text in completions]
 
 
 def vader_by_word(prompts: list[str], completions: list[str]) -> list[list[tuple[int, float]]]:
-    """The same, paid as it is earned: what each word adds to the score of the words before it.
+    """Return the same score split over words: the change of the score with each word.
 
-    The total of a response is what `vader` returns for it, so the best policy is the same (Ng et
-    al. 1999), but a word gets no credit for what was earned before it.
+    The total of a response equals its `vader` score, so the optimal policy is the same (Ng et al.
+    1999), but each word gets credit only for its own effect.
     """
     return [_additions(text) for text in completions]
 
 
 def _additions(text: str) -> list[tuple[int, float]]:
-    """(offset of a word's end, what the word adds), of the words that add something."""
+    """Return (offset of a word's end, change of the score) for the words that change it."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     scores = [0.0, *(_score(text[:end]) for end in ends)]
     pairs = zip(ends, scores[1:], scores[:-1], strict=True)
@@ -33,7 +33,7 @@ def _score(text: str) -> float:
 
 
 def afinn(prompts: list[str], completions: list[str]) -> list[float]:
-    """Another lexicon, from -1 to 1 by VADER's own formula: never trained on."""
+    """Return AFINN's score, scaled to (-1, 1) by VADER's formula. Not trained on."""
     valences = [_afinn().score(text) for text in completions]
     return [valence / math.sqrt(valence**2 + 15) for valence in valences]
 

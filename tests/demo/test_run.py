@@ -1,4 +1,4 @@
-"""The whole pipeline on the CPU, as `fastppo demo` runs it."""
+"""`fastppo demo` on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from fastppo.stopped import Stopped
 PROMPT = "tell me about the red fox ."
 
 
-def test_what_an_earlier_demo_made_stays_until_the_next_ones_first_stages_are_done(
+def test_a_stopped_demo_keeps_the_earlier_run_and_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that is stopped says that it cannot go on."""
 
     def stopped(*arguments: Any, **options: Any) -> None:
         raise Stopped(signal.SIGTERM, " after 3 of 9 steps; `--resume true` goes on from there")
@@ -29,15 +28,14 @@ def test_what_an_earlier_demo_made_stays_until_the_next_ones_first_stages_are_do
     monkeypatch.setattr("fastppo.demo.run.supervised_stages", stopped)
     (tmp_path / "ppo").mkdir()
     printed = io.StringIO()
-    with pytest.raises(Stopped, match=r"SIGTERM; `fastppo demo` begins anew$"):
+    with pytest.raises(Stopped, match=r"SIGTERM; `fastppo demo` starts over$"):
         run_demo(tmp_path, console=Console(file=printed, width=200))
     assert (tmp_path / "ppo").is_dir()
-    assert "ppo is an earlier demo's: replaced after the first two stages" in printed.getvalue()
+    assert "ppo of an earlier demo is replaced after the first two stages" in printed.getvalue()
 
 
 @pytest.mark.slow
-def test_the_pipeline_raises_the_gold_score_by_half_of_the_possible_gap(tmp_path: Path) -> None:
-    """Three stages from nothing, as `fastppo demo` runs them."""
+def test_the_demo_closes_half_of_the_gap_in_gold_reward(tmp_path: Path) -> None:
     printed = io.StringIO()
     result = run_demo(tmp_path, seed=0, device="cpu", console=Console(file=printed, width=100))
     before, after = (result[when]["monitor/gold_reward"] for when in ("before", "after"))
@@ -57,7 +55,7 @@ def test_the_pipeline_raises_the_gold_score_by_half_of_the_possible_gap(tmp_path
         first = (tmp_path / "data" / f"{name}.jsonl").read_text().splitlines()[0]
         assert "prompt" in json.loads(first)
 
-    # Each stage leaves a model that plain transformers loads.
+    # transformers loads the model of each stage.
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo" / "policy")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "policy")

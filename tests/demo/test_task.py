@@ -1,4 +1,4 @@
-"""The demo's language: its gold scorer, its grammar and its data."""
+"""The demo's gold reward, grammar and data."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PROMPT = "tell me about the red fox ."
         ("", 0.0),
     ],
 )
-def test_the_gold_score_is_what_its_docstring_says(completion: str, gold: float) -> None:
+def test_gold_reward(completion: str, gold: float) -> None:
     assert gold_reward([PROMPT], [completion])[0] == pytest.approx(gold)
 
 
-def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_about() -> None:
+def test_descriptions_follow_the_grammar_and_name_the_creature() -> None:
     draw = random.Random(0)
     for _ in range(300):
         text = describe(PROMPT, draw)
@@ -45,7 +45,7 @@ def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_abou
         assert "fox" in sentences[0].split()
 
 
-def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
+def test_the_seed_determines_the_data_and_held_out_prompts_are_unseen() -> None:
     assert make_data(3, pairs=50) == make_data(3, pairs=50)
     data = make_data(0, pairs=400)
     held = {row["prompt"] for row in data["held_out"]}
@@ -57,4 +57,4 @@ def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
         gold_reward([row["prompt"]] * 2, [row["chosen"], row["rejected"]]) for row in data["pairs"]
     ]
     right = sum(chosen >= rejected for chosen, rejected in better) / len(better)
-    assert 0.75 < right < 1.0  # labelled with noise, as people would
+    assert 0.75 < right < 1.0  # labels are noisy

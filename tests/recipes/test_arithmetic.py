@@ -1,4 +1,4 @@
-"""The data of the recipe `arithmetic`."""
+"""Data of the recipe `arithmetic`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastppo.data.rows import load_rows
 from fastppo.recipes import arithmetic
 
 
-def test_sums_are_right_and_half_of_the_demonstrations_slip(tmp_path: Path, monkeypatch) -> None:
+def test_sums_are_right_and_half_the_demonstrations_are_wrong(tmp_path: Path, monkeypatch) -> None:
     shown: list[dict[str, str]] = []
 
     def keep(directory: Path, rows: list[dict[str, str]], *more: Any, **options: Any) -> None:
@@ -35,6 +35,6 @@ def test_sums_are_right_and_half_of_the_demonstrations_slip(tmp_path: Path, monk
     assert {row["prompt"] for row in shown} == {row["prompt"] for row in prompts}
     off = [abs(int(row["completion"]) - int(sums[row["prompt"]])) for row in shown]
     assert set(off) == {0, 1, 10}
-    # 4 deviations of a share of 9200 draws
+    # 4 standard errors of 9200 draws
     assert sum(map(bool, off)) / len(off) == pytest.approx(arithmetic.SLIPS, abs=0.021)
     assert all(row["completion"].isdecimal() and len(row["completion"]) >= 2 for row in shown)

@@ -1,4 +1,4 @@
-"""The data of the recipe `calculator`."""
+"""Data of the recipe `calculator`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastppo.recipes import calculator
 from fastppo.recipes.calculator_environment import Calculator
 
 
-def test_demonstrations_are_of_both_turns_and_half_of_the_calls_are_wrong(
+def test_demonstrations_have_both_turns_and_half_of_the_calls_are_wrong(
     tmp_path: Path, monkeypatch
 ) -> None:
     shown: list[dict[str, str]] = []

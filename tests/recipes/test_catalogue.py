@@ -1,4 +1,4 @@
-"""What the catalogue says of the recipes is so."""
+"""The list of recipes and their configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _options(recipe: Recipe, out: str = "runs/x") -> PPOConfig:
     return PPOConfig(**yaml.safe_load(recipe.config(out)))
 
 
-def test_every_config_of_the_folder_is_in_the_catalogue_once() -> None:
+def test_the_list_has_every_config_of_the_folder_once() -> None:
     configs = [
         item.name.removesuffix(".yaml")
         for item in files("fastppo.recipes").iterdir()
@@ -28,7 +28,7 @@ def test_every_config_of_the_folder_is_in_the_catalogue_once() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
-def test_a_config_is_one_of_fastppo_train(recipe: Recipe) -> None:
+def test_a_config_is_valid_and_reads_the_shipped_files(recipe: Recipe) -> None:
     config = _options(recipe)
     assert config.model
     assert config.prompts == "runs/x/prompts.jsonl" or is_address(config.prompts)
@@ -36,15 +36,14 @@ def test_a_config_is_one_of_fastppo_train(recipe: Recipe) -> None:
     paid_by = [*config.rewards, *config.monitor_rewards, config.environment]
     of_files = {spec.partition(".py:")[0] + ".py" for spec in paid_by if ".py:" in spec}
     assert of_files == {f"runs/x/{name}" for name in recipe.shipped.values()}
-    assert recipe.config("x").startswith("# "), "the first line says what it is"
 
 
-@pytest.mark.parametrize("out", ['a "b" c', "back\\slash", "köln # 1: x"])
-def test_a_folder_of_any_name_stands_in_the_config(out: str) -> None:
+def test_the_name_of_the_folder_is_quoted() -> None:
+    out = 'köln # "1": x'
     assert _options(find("arithmetic"), out).prompts == f"{out}/prompts.jsonl"
 
 
-def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
+def test_an_unknown_recipe_raises_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"no recipe 'aritmetic'; did you mean arithmetic\?"):
         find("aritmetic")
     with pytest.raises(ValueError, match="no recipe 'zzz'; `fastppo recipe` lists them"):

@@ -1,4 +1,4 @@
-"""The language of digits and signs."""
+"""Small models over digits and signs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastppo.recipes.characters import CHARACTERS, make_tokenizer, model_config, train_from_scratch
 
 
-def test_every_character_is_a_token_and_comes_back_without_spaces() -> None:
+def test_the_tokenizer_has_one_token_per_character() -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer("37+45=")["input_ids"]
     assert len(ids) == 6
@@ -23,7 +23,7 @@ def test_every_character_is_a_token_and_comes_back_without_spaces() -> None:
     assert model_config().vocab_size == len(tokenizer)
 
 
-def test_a_model_from_scratch_says_what_it_was_shown_and_stops(tmp_path: Path) -> None:
+def test_a_model_from_scratch_learns_its_demonstrations(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}] * 8
     train_from_scratch(tmp_path / "m", rows, 0, Console(file=io.StringIO()), batch_size=4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")

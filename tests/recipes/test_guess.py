@@ -1,4 +1,4 @@
-"""The demonstrations of the recipe `guess`, which are games of TextArena."""
+"""Demonstrations of the recipe `guess`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastppo.recipes import guess
 from fastppo.recipes.characters import PIECES, make_tokenizer
 
 
-def test_demonstrations_are_games_that_the_game_itself_plays_and_no_guess_comes_twice(
+def test_demonstrations_are_games_without_repeated_guesses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[dict[str, str]] = []
@@ -33,7 +33,7 @@ def test_demonstrations_are_games_that_the_game_itself_plays_and_no_guess_comes_
     assert "The target number is lower." in shown[0]["completion"] + shown[1]["completion"]
 
 
-def test_words_are_tokens_and_a_move_is_decoded_as_it_was_written() -> None:
+def test_the_tokenizer_has_one_token_per_word_and_mark() -> None:
     tokenizer = make_tokenizer(["[", "]", "17", "lower", "."], PIECES.pattern)
     assert tokenizer("[17]\n is lower.")["input_ids"] == [3, 5, 4, 2, 6, 7]
     assert tokenizer.decode([3, 5, 4]) == "[17]"

@@ -1,4 +1,4 @@
-"""Preferences between sentences of a model's own."""
+"""Preferences between a model's own sentences."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def _length(prompts: list[str], texts: list[str]) -> list[float]:
     return [len(text) / 10 for text in texts]
 
 
-def test_the_better_one_is_preferred_as_often_as_the_sharpness_says() -> None:
+def test_label_noise_follows_the_sharpness() -> None:
     continued = {f"p{i}": [" aaaa", " aa"] for i in range(4000)}
     pairs = label(continued, _length, random.Random(0))
     assert len(pairs) == 4000
     right = sum(pair["chosen"] == " aaaa" for pair in pairs) / len(pairs)
-    # 4 deviations of a share of 4000 draws
+    # 4 standard errors of 4000 draws
     assert right == pytest.approx(1 / (1 + math.exp(-SHARPNESS * 0.2)), abs=0.03)
 
 
-def test_ties_and_silence_make_no_pair_and_each_text_is_in_one() -> None:
+def test_ties_and_empty_texts_are_skipped() -> None:
     continued = {"p": [" a", " b", " long", " x", " ", " glad"], "q": [" one"]}
     pairs = label(continued, _length, random.Random(1))
     assert [(pair["prompt"], {pair["chosen"], pair["rejected"]}) for pair in pairs] == [

@@ -1,4 +1,4 @@
-"""The recipe `smollm2-tools`: its demonstrations are what the run's own turns look like."""
+"""Demonstrations and reward of the recipe `smollm2-tools`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fastppo.rollout import Sampling
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """Of bytes, with SmolLM2's mark of an end."""
+    """A tokenizer of bytes with SmolLM2's EOS."""
     tokenizer = tiny.byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.chat_template = products.CHAT_TEMPLATE
     return tokenizer
 
 
-def test_a_demonstrated_call_and_answer_are_an_episode_of_the_run(
+def test_a_demonstration_is_an_episode_of_the_run(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "GUESSED", 0.0)
@@ -56,13 +56,13 @@ def test_a_demonstrated_call_and_answer_are_an_episode_of_the_run(
     assert right([row["prompt"]], [text], [row["answer"]]) == [1.0]
 
 
-def test_what_the_tool_said_is_no_answer() -> None:
+def test_only_the_last_turn_is_scored() -> None:
     called = "<tool_call>…</tool_call>\ntool\n1938\nassistant\n"
     completions = [f"{called}1938", called, "1938", f"{called}It is 1938"]
     assert right([""] * 4, completions, ["1938"] * 4) == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_half_the_demonstrations_guess_and_none_is_a_prompt(
+def test_half_of_the_demonstrations_guess_and_none_is_a_prompt(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""Sums in words."""
+"""Data of the recipes with arithmetic in words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastppo.recipes import questions
 
 
 @pytest.mark.parametrize("make", [questions.prepare, questions.prepare_sums])
-def test_answers_are_right_and_no_question_is_held_out_and_trained_on(make, tmp_path: Path) -> None:
+def test_answers_are_right_and_held_out_questions_are_unseen(make, tmp_path: Path) -> None:
     make(tmp_path, 1, Console(file=io.StringIO()))
     prompts, held_out = (
         load_rows(str(tmp_path / f"{name}.jsonl")) for name in ("prompts", "held_out")

