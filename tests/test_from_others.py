@@ -64,7 +64,7 @@ def test_verl_takes_the_command_of_its_page(tmp_path: Path) -> None:
     verl = pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
     hydra = pytest.importorskip("hydra", reason="verl is not installed: docs/from-verl.md")
     checks = pytest.importorskip("verl.utils.config")
-    page = (ROOT / "docs" / "from-verl.md").read_text("utf-8").split("## A run, moved\n")[1]
+    page = (ROOT / "docs" / "from-verl.md").read_text("utf-8").split("## Move a run\n")[1]
     command = page.split("```bash\n")[1].split("```")[0]
     command = command.replace("my-sft-model", tiny.saved_model(tmp_path / "model"))  # it is loaded
     overrides = [word for word in shlex.split(command.replace("\\\n", " ")) if "=" in word]
@@ -99,7 +99,7 @@ def _quoted(cell: str) -> set[str]:
 
 def test_other_names_suggest_the_options_of_the_pages() -> None:
     page: dict[str, set[str]] = {}
-    tables = [("from-trl.md", "What the script has beside its options")]
+    tables = [("from-trl.md", "Arguments of the script")]
     tables += [(name, "Options") for name in ("from-trl.md", *PAGES)]
     for name, heading in tables:
         for row in rows(name, heading):
