@@ -19,7 +19,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
@@ -511,6 +511,8 @@ def _value_keywords(hint: Any) -> dict[str, Any]:
     metavars = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}
     if get_origin(hint) is Sequence:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}
+    if get_origin(hint) is Mapping:
+        return {"metavar": "YAML"}
     if hint is bool:  # a bare flag switches it on
         return {"nargs": "?", "const": "true", "metavar": metavars[bool]}
     return {"metavar": metavars[hint]}

@@ -69,7 +69,6 @@ def check_packages(config: Any) -> None:
     needed = {
         "rollout=vllm needs vllm": config.rollout == "vllm",
         "lora_rank > 0 needs peft": config.lora_rank > 0,
-        "optimizer=adamw8bit needs torchao": config.optimizer == "adamw8bit",
         f"quantization={config.quantization} needs bitsandbytes": config.quantization != "none",
         "report_to=wandb needs wandb": "wandb" in config.report_to,
     }

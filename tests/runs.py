@@ -16,6 +16,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.optimizer import Optimizer
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
@@ -71,6 +72,11 @@ def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) ->
     if timeout is not None:
         parts["world"] = join(torch.device("cpu"), timeout=timeout, shard_size=config.shard_size)
     return PPOTrainer(config, model=causal_lm, **parts)
+
+
+def adamw(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+    """AdamW on fp32 masters of the groups' weights."""
+    return Optimizer(lambda masters: torch.optim.AdamW(masters, **options), groups)
 
 
 def tensors_of(experience: Experience) -> dict[str, Tensor]:

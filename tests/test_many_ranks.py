@@ -198,10 +198,10 @@ VLLM: dict[str, Any] = {"rollout": "vllm", "vllm_tensor_parallel_size": 2}
     ("options", "refused", "allowed", "message"),
     [
         (
-            {"optimizer": "adamw8bit"},
+            {"optimizer": "torch.optim:SGD"},
             2,
             1,
-            "2 processes: the moments of optimizer=adamw8bit cannot be sharded",
+            "2 processes shard the optimizer's state, so optimizer must be adamw",
         ),
         ({"precision": "fp16"}, 2, 1, "2 processes: the loss scale of precision=fp16 follows"),
         (

@@ -175,6 +175,14 @@ class Checkpoints:
         if self.state.iteration != self._iteration:
             self.save()
 
+    def save_policy(self, tokenizer: Any, directory: Path) -> None:
+        """Write the policy as transformers loads it, and the value function beside it."""
+        with unsharded(self.model):
+            value_function = directory.parent / "value_function.safetensors"
+            self.world.on_main_rank(
+                lambda: export(self.model, tokenizer, directory, value_function)
+            )
+
     def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
         """Writes the policy of the best checkpoint; the path of this, or None where none is kept.
 
@@ -236,6 +244,7 @@ class Checkpoints:
     def _load(self, path: Path) -> None:
         saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
         self.state.load_state_dict(saved_state)
+        self.optimizer.load_loss_scale(saved_state.get("scaler", {}))
         self.engine.load_state_dict(saved_state["engine"])
         if self.state.value_regression is not None:
             self.state.value_regression.load_tensors(
@@ -266,7 +275,11 @@ class Checkpoints:
         return checkpoint.snapshot(
             self.model,
             self.optimizer,
-            self.state.state_dict() | {"engine": self.engine.state_dict()},
+            {
+                **self.state.state_dict(),
+                "engine": self.engine.state_dict(),
+                "scaler": self.optimizer.loss_scale_state(),
+            },
             reference=self._reference_state(),
             value_regression=None if regression is None else regression.tensors(),
             in_shards=self.world.size > 1,

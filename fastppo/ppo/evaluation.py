@@ -13,12 +13,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import set_seed
+
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
+from fastppo.ppo.metrics import policy_metrics, response_metrics
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
+from fastppo.run.checkpoint import random_state, restore_random_state
 
 LOGGED_SAMPLES = 8
 """Responses of an iteration, and of an evaluation, that are written down as texts."""
@@ -27,6 +35,57 @@ SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Metrics of an evaluation, beside each reward, monitored reward, finish reason and outcome of a
 call: means over its responses; `reward_error` is the standard error of the reward, NaN of a single
 prompt."""
+
+
+@contextmanager
+def random_state_restored(seed: int | None = None) -> Iterator[None]:
+    """Restore the random state of torch, NumPy and Python after the block.
+
+    Args:
+        seed: seed for the block; None continues from the current state.
+    """
+    before = random_state()
+    try:
+        if seed is not None:
+            set_seed(seed)
+        yield
+    finally:
+        restore_random_state(before)
+
+
+def evaluate_policy(
+    trainer: Any, prompts: Prompts, sampling: Sampling, scorer: Scorer | None = None
+) -> dict[str, Any]:
+    """Generate and score responses without learning from them.
+
+    Args:
+        trainer: a `PPOTrainer`.
+        scorer: by default the trainer's.
+
+    Returns:
+        dict: means of reward, each reward term and monitor, kl (nats per sequence, with a
+        reference), entropy (nats per token), response_length and eos_rate; `completions`, the
+        texts; `scores`; `rollout`.
+    """
+    options = trainer.config.at(trainer.state.iteration)
+    with random_state_restored(options.seed):
+        prompts, rollout = trainer.episode_runner.run(prompts, trainer.engine, sampling)
+        scores = trainer.score(prompts, rollout, options, scorer)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, trainer.device, rollout.written)
+
+    def policy_means(limits: Limits) -> dict[str, float]:
+        plan = split(batch, limits, trainer.world)
+        return policy_metrics(
+            batch, plan, options, model=trainer.model, reference=trainer.reference
+        )
+
+    return {
+        **response_metrics(scores, rollout, {}),
+        **trainer.in_microbatches(policy_means, batch, options),
+        "completions": trainer.completions(prompts, rollout),
+        "scores": scores,
+        "rollout": rollout,
+    }
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
@@ -166,13 +167,19 @@ def update_metrics(
 
 
 class PhaseTimer:
-    """Seconds of each phase of an iteration: `with timer("generate"): …`.
+    """Times the phases of an iteration: `with timer("generate"): …`.
+
+    A phase that runs out of memory ends the run with advice (`explain_out_of_memory`).
 
     Args:
-        before: called with a phase's name before it begins.
+        options: of the iteration.
+        before: called with each phase's name before the phase.
     """
 
-    def __init__(self, before: Callable[[str], None] = lambda phase: None) -> None:
+    def __init__(
+        self, options: PPOConfig, before: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        self.options = options
         self.before = before
         self.seconds: dict[str, float] = {}
 
@@ -180,7 +187,8 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        yield
+        with explain_out_of_memory(phase, self.options):
+            yield
         self.seconds[phase] = time.perf_counter() - start
 
     def metrics(self, tokens: int, world: World) -> dict[str, float]:

@@ -14,14 +14,13 @@ Source: Schulman et al. 2017, eq. 7 and 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
-from torch.amp import GradScaler
 
 from fastppo.data.batch import Layout
 from fastppo.data.world import World
@@ -103,7 +102,7 @@ def add_ptx_gradient(
     options: PPOConfig,
     *,
     world: World,
-    scaler: GradScaler,
+    backward: Callable[[Tensor], None],
 ) -> Tensor:
     """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
     which the ranks share; returns that loss, 0-d."""
@@ -124,7 +123,7 @@ def add_ptx_gradient(
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)
             loss = loss * share
-        scaler.scale(options.ptx_coef * loss).backward()
+        backward(options.ptx_coef * loss)
         losses.append(loss.detach())
     total = torch.zeros((), device=model.device)
     for loss in world.cat(torch.stack(losses)):

@@ -1,35 +1,199 @@
-"""AdamW over policy and value function, its learning rate by the step's number, and clipping."""
+"""The optimizer: parameter groups, fp32 master weights, fp16 loss scaling, clipping and schedule.
+
+`Optimizer` wraps AdamW, or any class with the interface of `torch.optim` (`optimizer:
+package.module:Class`).
+
+Master weights. An AdamW update is often smaller than 1/256 of its weight, and bfloat16 rounds it
+away. The wrapped optimizer therefore steps an fp32 copy of each 16-bit weight, and the model's
+weight is that copy, rounded. Gradients accumulate in fp32 over microbatches (`grad_dtype`). The
+model itself is bfloat16 throughout, so flash-attn works and no product casts a weight.
+
+Loss scaling. Gradients below 6e-8 vanish in fp16. With `precision=fp16` the loss is multiplied by a
+scale (torch's `GradScaler`), and the gradients are divided by it before they are clipped. The scale
+is halved when a gradient overflows, and doubled after 2000 steps without an overflow.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from fastppo.models.policy import ActorCritic
 from fastppo.models.sharding import full_tensor
-from fastppo.ppo.eight_bit import adamw_8bit
-from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.rewards.loading import load_callable
 
 ADAM_BETA1 = 0.9
-"""The decay of AdamW's first moment."""
 ADAM_EPS = 1e-8
-"""Added to the root of the second."""
+
+LEAST_SCALE = 1.0
+"""The smallest loss scale. A gradient that still overflows is not the scale's fault."""
 
 
-def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
-    """AdamW on fp32 weights, masters of those that the model has in bfloat16 (`master_weights`, and
-    `eight_bit`); weight decay on the matrices of transformers alone, a rate of its own for the
-    values.
+class Optimizer:
+    """An optimizer over fp32 master weights.
 
-    Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
+    Args:
+        make: class or function that takes parameter groups and returns an optimizer.
+        groups: parameter groups over the model's weights.
+        critic: weights that are clipped apart from the others.
+        scaler: scales the loss; disabled except with fp16.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: list[dict[str, Any]],
+        *,
+        critic: Sequence[nn.Parameter] = (),
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.weights: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        """The model's trained weights."""
+        self.inner = make([{**g, "params": [_master(p) for p in g["params"]]} for g in groups])
+        self.masters: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
+        """The weights that the wrapped optimizer steps, in the same order. An fp32 weight is its
+        own master."""
+        self.scaler = scaler or GradScaler("cpu", enabled=False)
+        self.overflowed_steps = 0
+        self._overflowed = False
+        self._critic = {id(p) for p in critic}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        return self.inner.state
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for weight in self.weights:
+            weight.grad = None
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of a loss."""
+        self.scaler.scale(loss).backward()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a trained weight has a gradient."""
+        return any(weight.grad is not None for weight in self.weights)
+
+    def clip_gradients(self, max_norm: float) -> dict[str, Tensor]:
+        """Scale gradients down to a norm. A critic's are clipped separately.
+
+        Returns:
+            `grad_norm`, and `value_grad_norm` with a critic: the norms before clipping, 0-d.
+        """
+        if self.scaler.is_enabled():
+            before = self.scaler.get_scale()
+            self.scaler.unscale_(self.inner)
+            self.scaler.update()
+            self._overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
+        groups = {"grad_norm": [p for p in self.weights if id(p) not in self._critic]}
+        if self._critic:
+            groups["value_grad_norm"] = [p for p in self.weights if id(p) in self._critic]
+        return {
+            name: full_tensor(nn.utils.clip_grad_norm_(weights, max_norm))
+            for name, weights in groups.items()
+        }
+
+    def step(self, numbers: Mapping[str, float] | None = None) -> bool:
+        """Take a step, unless one of the step's numbers is not finite.
+
+        A gradient that is not finite must not reach AdamW. A zero gradient in its place would not
+        do either: the moments would decay and move the weights.
+
+        Args:
+            numbers: `loss` and the gradient norms; None means that all are finite.
+
+        Returns:
+            False if a number is not finite. An overflow under a loss scale that can still shrink
+            also skips the step, but counts as `overflowed_steps` and returns True.
+        """
+        if numbers is None or all(map(math.isfinite, numbers.values())):
+            self._step()
+            return True
+        if self._overflowed and math.isfinite(numbers["loss"]):
+            self.overflowed_steps += 1
+            return True
+        return False
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        pairs = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m]
+        for weight, master in pairs:
+            master.grad = weight.grad
+        self.inner.step()
+        for weight, master in pairs:
+            master.grad = None
+            weight.copy_(master)
+
+    def metrics(self, overflowed_before: int) -> dict[str, float]:
+        """Return the loss scale and the steps that overflowed since; nothing without a scale."""
+        if not self.scaler.is_enabled():
+            return {}
+        overflowed = float(self.overflowed_steps - overflowed_before)
+        return {"loss_scale": self.scaler.get_scale(), "overflowed_steps": overflowed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, with each 16-bit weight's `master` in its entry."""
+        state_dict = self.inner.state_dict()
+        state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            if weight is not master:
+                state.setdefault(index, {})["master"] = master.detach()
+        return {**state_dict, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, and round the weights from their masters."""
+        state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        masters = {index: entry.pop("master", None) for index, entry in state.items()}
+        state = {index: entry for index, entry in state.items() if entry}
+        self.inner.load_state_dict({**state_dict, "state": state})
+        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            saved = masters.get(index)
+            if saved is not None:
+                master.copy_(saved)
+            if weight is not master:
+                weight.copy_(master)
+
+    def loss_scale_state(self) -> dict[str, Any]:
+        """Return the state of the loss scale as JSON; empty without one."""
+        if not self.scaler.is_enabled():
+            return {}
+        return {**self.scaler.state_dict(), "overflowed_steps": self.overflowed_steps}
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Restore what `loss_scale_state` returned."""
+        if state and self.scaler.is_enabled():
+            self.overflowed_steps = state.get("overflowed_steps", 0)
+            self.scaler.load_state_dict(dict(state))
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    weight.grad_dtype = torch.float32
+    return nn.Parameter(weight.detach().float())
+
+
+def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
+    """Return the optimizer over policy and value function.
+
+    Weight decay applies to the transformers' matrices only; the value function has its own learning
+    rate. Each group keeps its peak rate as `peak_lr`, so the schedule needs only the step's number.
 
     Raises:
-        ValueError: torchao, which `optimizer=adamw8bit` needs, is not installed.
+        ValueError: the class of `optimizer` does not exist, or does not take its options.
     """
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     head = [p for p in model.value_function.head.parameters() if p.requires_grad]
@@ -51,54 +215,60 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
             groups[-1]["params"].extend(parameters)
         elif parameters:
             groups.append({"params": parameters, **options})
-    betas = (ADAM_BETA1, config.adam_beta2)
-    if config.optimizer == "adamw8bit":
-        optimizer = adamw_8bit()
-        return optimizer(groups, bf16_stochastic_round=True, betas=betas, eps=ADAM_EPS)
-    # Fused is one pass over the weights; on a CPU the loop takes ten times as long.
-    return MasterAdamW(groups, fused=True, betas=betas, eps=ADAM_EPS)
+    return Optimizer(
+        _maker(config),
+        groups,
+        critic=head + critic_layers if config.value_model == "critic" else [],
+        scaler=GradScaler(model.device.type, enabled=config.precision == "fp16"),
+    )
 
 
-def _matrices(parameters: Sequence[Tensor]) -> list[Tensor]:
+def _maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Return the function that makes the optimizer of the options from its parameter groups."""
+    options = dict(config.optimizer_options or {})
+    if config.optimizer == "adamw":
+        # On a CPU, the unfused loop takes ten times as long.
+        defaults = {"betas": (ADAM_BETA1, config.adam_beta2), "eps": ADAM_EPS, "fused": True}
+        return lambda groups: torch.optim.AdamW(groups, **{**defaults, **options})
+    make = load_callable(config.optimizer, "optimizer").function
+
+    def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            optimizer: Any = make(groups, **options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer={config.optimizer}: {error}") from error
+        if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "state_dict")):
+            raise ValueError(
+                f"optimizer={config.optimizer} must return a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+        return optimizer
+
+    return checked
+
+
+def _matrices(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() >= 2]
 
 
-def _vectors(parameters: Sequence[Tensor]) -> list[Tensor]:
+def _vectors(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() < 2]
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOConfig) -> float:
-    """Sets every group's rate for optimiser step `step`; returns the trunk's."""
+def set_learning_rate(optimizer: Optimizer, step: int, config: PPOConfig) -> float:
+    """Set every group's rate for an optimizer step, and return the policy's."""
     factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
     for group in optimizer.param_groups:
         rate = factor * group["peak_lr"]
-        if isinstance(group["lr"], Tensor):  # of a step that is compiled
+        if isinstance(group["lr"], Tensor):  # compiled optimizers keep it on the device
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
     return factor * optimizer.param_groups[0]["peak_lr"]
 
 
-def clip_gradients(
-    optimizer: MasterWeights, model: ActorCritic, config: PPOConfig
-) -> dict[str, Tensor]:
-    """Scales gradients down to `max_grad_norm`; the norms before, 0-d. A critic's are clipped apart
-    from the policy's."""
-    groups = {"grad_norm": optimizer.weights}
-    if config.value_model == "critic":
-        critic = {id(p) for p in model.value_function.parameters()}
-        groups = {
-            "grad_norm": [p for p in optimizer.weights if id(p) not in critic],
-            "value_grad_norm": [p for p in optimizer.weights if id(p) in critic],
-        }
-    norms = {}
-    for name, weights in groups.items():
-        norms[name] = full_tensor(torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm))
-    return norms
-
-
 def schedule(name: str, step: int, warmup: int, total: int) -> float:
-    """Factor of the peak learning rate at `step`: linear warm-up, then constant or decay to 0."""
+    """Return the factor of the peak rate: linear warm-up, then constant or decay to 0."""
     if step < warmup:
         return (step + 1) / warmup
     if name == "constant":

@@ -1,12 +1,12 @@
-"""A microbatch that does not fit is halved: the gradient is the same, whatever the split.
+"""Recovery from running out of memory: microbatches are halved, and the gradient stays the same.
 
-Weights of the loss are those of the whole minibatch, so a minibatch whose memory ran out is begun
-again with microbatches of half the size, and so are all passes that come after it. Passes without
-a gradient, which keep no activations, have the same limits.
+The loss weights are those of the whole minibatch, so a minibatch that ran out of memory starts
+again with microbatches of half the size. Later passes keep the smaller size, and so do passes
+without a gradient.
 
-One process can do that alone. Of several, all but one wait in a collective for the one whose memory
-ran out, and the run ends with a sentence. Memory that runs out elsewhere ends the run too, with the
-phase and the option that halves what it holds (`explain_out_of_memory`).
+This works in a single process. With several, the others wait in a collective for the one that ran
+out, so the run ends with an error. Elsewhere too, running out of memory ends the run, with the
+phase and an option that halves what it needs (`explain_out_of_memory`).
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
+from typing import TypeVar
 
 import torch
 
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.options.config import PPOConfig
 
+Result = TypeVar("Result")
+
 CPU_ALLOCATOR = "DefaultCPUAllocator: "
-"""In the text of torch's error where a CPU's memory runs out, which has no class of its own."""
+"""Part of torch's message when a CPU allocation fails; the error has no class of its own."""
 
 
 class OneSequenceError(RuntimeError):
     """A microbatch of one sequence does not fit."""
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a device's memory, or the process's, has run out."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the process ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
 
 
-def sentence_of(error: BaseException) -> str:
-    """What an allocator says, without where in its source it says it."""
+def _message(error: BaseException) -> str:
+    """Return the allocator's message without its place in the C++ source."""
     first_line = str(error).split("\n")[0]
     return first_line.rpartition(CPU_ALLOCATOR)[2] or "the process has no more"
 
 
 @contextmanager
 def explain_out_of_memory(phase: str, config: PPOConfig) -> Iterator[None]:
-    """Memory that runs out in the block ends the run with the phase and what halves its need.
+    """Replace an out-of-memory error by one that names the phase and an option that helps.
 
     Raises:
-        RuntimeError: it has run out.
+        RuntimeError: memory ran out in the block.
     """
     try:
         yield
@@ -57,55 +59,31 @@ def explain_out_of_memory(phase: str, config: PPOConfig) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RuntimeError(
-            f"out of memory in {phase}: {sentence_of(error)}. {remedy(phase, config)}; `fastppo "
-            "plan` says what each phase needs"
+            f"out of memory in {phase}: {_message(error)}. {remedy(phase, config)}; `fastppo plan` "
+            "prints the memory of each phase"
         ) from error
 
 
 def remedy(phase: str, config: PPOConfig) -> str:
-    """The option that halves what a phase holds, with its value."""
+    """Return advice on how to halve the memory of a phase."""
     rows = config.generate_batch_size or config.rollout_batch_size
     if phase == "generate" and rows > 1 and config.holds_cache:
-        return f"--generate_batch_size {rows // 2} halves what a rollout holds at once"
+        return f"--generate_batch_size {rows // 2} halves the memory of the rollout"
     if phase == "score":
-        return "a smaller reward model, or one on a server, holds less in this process"
+        return "Use a smaller reward model, or serve it from another process"
     if phase == "update" and not config.lora_rank:
-        return "--lora_rank 16 leaves out the gradients and moments of all other weights"
+        return "--lora_rank 16 saves the gradients and moments of all other weights"
     if config.param_dtype == "float32":
         return "--param_dtype bfloat16 halves the weights"
-    return "a smaller max_new_tokens, or a smaller model, needs less"
-
-
-class Attempt:
-    """A pass that may run out of memory, as a context: gives its limits, and remembers the error in
-    place of raising it."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.error: str | None = None
-
-    def __enter__(self) -> Limits:
-        return self.limits
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if error is None or not is_out_of_memory(error):
-            return False
-        # The sentence alone: the error itself keeps the failed attempt's tensors alive.
-        self.error = sentence_of(error)
-        return True
+    return "Use a smaller max_new_tokens or a smaller model"
 
 
 class MicrobatchLimits:
-    """The limits of microbatches that fit in the device's memory, as far as the run has learned.
+    """The microbatch limits that fit in memory, as far as the run has found out.
 
     Args:
-        say: takes a sentence for the user.
-        processes: of the run.
+        say: shows a message to the user.
+        processes: number of processes of the run.
     """
 
     def __init__(self, say: Callable[[str], None], processes: int = 1) -> None:
@@ -113,31 +91,34 @@ class MicrobatchLimits:
         self.processes = processes
         self.halvings = 0
 
-    def attempts(self, wanted: Limits, sequences: int) -> Iterator[Attempt]:
-        """Attempts at a pass over so many sequences, until one of them fits:
+    def fit(self, run: Callable[[Limits], Result], wanted: Limits, sequences: int) -> Result:
+        """Call `run` with microbatch limits, and again with half of them while memory runs out.
 
-            for attempt in fitting.attempts(wanted, len(batch)):
-                with attempt as limits:
-                    ...
+        Args:
+            run: a pass over a batch. It must start over when it is called again.
+            wanted: the limits of the options.
+            sequences: size of the batch.
 
         Raises:
-            OneSequenceError: a microbatch of one sequence does not fit either.
-            RuntimeError: there are other processes, which cannot begin again.
+            OneSequenceError: a microbatch of one sequence does not fit.
+            RuntimeError: memory ran out in one of several processes.
         """
         while True:
-            limits = self.halved(wanted, self.halvings)
-            attempt = Attempt(limits)
-            yield attempt
-            if attempt.error is None:
-                return
+            limits = _halved(wanted, self.halvings)
+            try:
+                return run(limits)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = _message(error)  # the error itself would keep the pass's tensors alive
             if self.processes > 1:
                 raise RuntimeError(
-                    f"out of memory on one of several processes: {attempt.error}. Resume "
+                    f"out of memory in one of several processes: {message}. Resume "
                     "(`--resume true`) with a smaller microbatch_size or microbatch_tokens"
                 )
-            if limits == self.halved(wanted, self.halvings + 1):
+            if limits == _halved(wanted, self.halvings + 1):
                 raise OneSequenceError(
-                    f"out of memory with one sequence per microbatch: {attempt.error}. Try "
+                    f"out of memory with one sequence per microbatch: {message}. Try "
                     "gradient_checkpointing, a smaller max_new_tokens, or LoRA (`fastppo plan`)"
                 )
             self._halve(wanted, sequences)
@@ -145,19 +126,19 @@ class MicrobatchLimits:
     def _halve(self, wanted: Limits, sequences: int) -> None:
         self.halvings += 1
         if wanted.tokens is None:
-            # Limits that hold every sequence there is change nothing.
-            while self.halved(wanted, self.halvings).sequences >= max(sequences, 2):
+            # A limit above the number of sequences changes nothing.
+            while _halved(wanted, self.halvings).sequences >= max(sequences, 2):
                 self.halvings += 1
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        limits = self.halved(wanted, self.halvings)
+        limits = _halved(wanted, self.halvings)
         size = f"{limits.tokens} tokens"
         if limits.tokens is None:
             size = f"{limits.sequences} sequences"
-        self.say(f"out of memory: microbatches of at most {size} from here on, same gradient")
+        self.say(f"out of memory: microbatches of at most {size} from now on, same gradient")
 
-    @staticmethod
-    def halved(limits: Limits, times: int) -> Limits:
-        """Limits of half the size, so many times over, but at least of one sequence or token."""
-        tokens = None if limits.tokens is None else max(1, limits.tokens >> times)
-        return replace(limits, sequences=max(1, limits.sequences >> times), tokens=tokens)
+
+def _halved(limits: Limits, times: int) -> Limits:
+    """Return limits halved `times` times, of at least one sequence or token."""
+    tokens = None if limits.tokens is None else max(1, limits.tokens >> times)
+    return replace(limits, sequences=max(1, limits.sequences >> times), tokens=tokens)

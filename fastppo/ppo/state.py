@@ -7,16 +7,12 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.amp import GradScaler
-
-from fastppo.functional.scalars import counted, describe
-from fastppo.models.device import choose_device
+from fastppo.functional.scalars import counted
 from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.options.config import WARNINGS, PPOConfig
@@ -31,14 +27,7 @@ COUNTERS = (
     "ptx_seen",
     "skipped_steps",
     "skipped_in_a_row",
-    "overflowed_steps",
 )
-
-LATER = {"overflowed_steps", "evaluations", "scaler", "successes"}
-"""What checkpoints of 0.2 lack."""
-
-LEAST_SCALE = 1.0
-"""The smallest loss scale. Where a gradient still overflows, the scale is not to blame."""
 
 MOST_SKIPPED = 5
 """Steps that may be skipped one after the other before the run stops: by then it is no accident of
@@ -46,14 +35,6 @@ one batch."""
 
 FIRST_POLICY_BETA = 1.0
 """β of the KL to the rollout policy in the first iteration, per nat."""
-
-
-class Steps(NamedTuple):
-    """Optimiser steps of a run: all, and those of them that were not taken."""
-
-    all: int
-    skipped: int
-    overflowed: int
 
 
 class RunStoppedError(RuntimeError):
@@ -79,13 +60,7 @@ class RunState:
     """Blocks of pretraining text."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    overflowed_steps: int = 0
-    """Not taken because the scaled loss had a gradient beyond fp16; the next scale is smaller."""
     evaluations: BestEvaluations = field(default_factory=BestEvaluations)
-    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
-    """Scales the loss under precision=fp16; elsewhere it leaves it as it is."""
-    overflowed: bool = False
-    """Whether the last gradient was beyond fp16 under a scale that can still be made smaller."""
     successes: dict[int, str] = field(default_factory=dict)
     """The last responses to each prompt that was asked, by its row, newest last: 1 for solved, 0
     for not. Kept where `solved_reward` is given."""
@@ -98,9 +73,6 @@ class RunState:
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
             value_regression=ValueRegression() if config.fits_value_head else None,
-            scaler=GradScaler(
-                choose_device(config.device).type, enabled=config.precision == "fp16"
-            ),
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
@@ -122,16 +94,6 @@ class RunState:
         if kl is not None and not self.is_warming_up(options):
             self.kl_control.update(kl, sequences)
 
-    def unscale(self, optimizer: Any) -> None:
-        """Takes the loss scale out of the gradients of the optimiser's parameters, and moves it:
-        half where one of them is not finite, twice after 2000 steps without that."""
-        if not self.scaler.is_enabled():
-            return
-        before = self.scaler.get_scale()
-        self.scaler.unscale_(optimizer)
-        self.scaler.update()
-        self.overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
-
     def skip_step(self, numbers: Mapping[str, float]) -> str:
         """Counts an optimiser step that is not taken; a sentence about it.
 
@@ -151,20 +113,6 @@ class RunState:
                 "inf in the rewards or logits"
             )
         return f"optimiser step {self.optimizer_step + 1}: {', '.join(wrong)}; skipped"
-
-    @property
-    def steps(self) -> Steps:
-        """The optimiser steps so far."""
-        return Steps(self.optimizer_step, self.skipped_steps, self.overflowed_steps)
-
-    def step_metrics(self, before: Steps) -> dict[str, float]:
-        """How many of the steps since `before` were skipped; with a loss scale also its value, and
-        for how many steps it was too large."""
-        metrics = {"skipped_steps": float(self.skipped_steps - before.skipped)}
-        if self.scaler.is_enabled():
-            metrics["loss_scale"] = self.scaler.get_scale()
-            metrics["overflowed_steps"] = float(self.overflowed_steps - before.overflowed)
-        return metrics
 
     def raise_if_stopped(self, run_dir: Path | None = None) -> None:
         """Raises RunStoppedError if a threshold was crossed.
@@ -193,53 +141,22 @@ class RunState:
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
             "evaluations": asdict(self.evaluations),
-            "scaler": self.scaler.state_dict(),
             "successes": [[row, recent] for row, recent in self.successes.items()],
             "watch": self.watch.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave. A fixed β stays that of the options.
-
-        Raises:
-            TypeError: it holds what no run writes.
-        """
-        fresh = self.state_dict()
-        _check_kinds(state, fresh)
-        lacking = sorted(fresh.keys() - state.keys() - LATER)
-        if lacking:
-            raise TypeError(f"the state has no {lacking[0]}")
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. A fixed β stays the options'."""
         for name in COUNTERS:
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state[name])
         if not isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
-        saved = state.get("evaluations", {})
-        self.evaluations = BestEvaluations(saved.get("best"), saved.get("best_greedy"))
-        if state.get("scaler") and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        rows = state.get("successes", [])
-        self.successes = {operator.index(row): str(recent) for row, recent, *_ in rows}
+        # Checkpoints of 0.2 have neither evaluations nor successes.
+        self.evaluations = BestEvaluations(**state.get("evaluations", {}))
+        self.successes = dict(state.get("successes", []))
         self.watch.load_state_dict(state["watch"])
-
-
-def _check_kinds(saved: Any, fresh: Any, name: str = "state") -> None:
-    """Compares a checkpoint's values with those that a run writes before its first iteration: dicts
-    and lists with dicts and lists, counters with whole numbers, all others with finite ones."""
-    if isinstance(fresh, dict):
-        fits = isinstance(saved, dict)
-    elif isinstance(fresh, list):
-        fits = isinstance(saved, list)
-    elif isinstance(fresh, int):
-        fits = type(saved) is type(fresh) and 0 <= saved < 2**63
-    else:  # None of an evaluation that has not been
-        fits = saved is None or (isinstance(saved, (int, float)) and math.isfinite(saved))
-    if not fits:
-        raise TypeError(f"{name} is {describe(saved)}, which no run writes")
-    if isinstance(fresh, dict):
-        for key in fresh.keys() & saved.keys():
-            _check_kinds(saved[key], fresh[key], key)
 
 
 def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:

@@ -2,18 +2,18 @@
 
 One iteration (`PPOTrainer.iterate`) is
 
-    generate     responses to a batch of prompts, with the policy as it is
-    score        each response with the rewards
+    generate     responses to a batch of prompts, from the current policy
+    score        the responses with the rewards
     experience   old and reference logprobs, values; shaped rewards, advantages, whitening
-    update       mini-epochs over shuffled minibatches of microbatches
+    update       epochs over shuffled minibatches: loss, gradient, optimizer step
 
-`train()` iterates to the end, with records and checkpoints around it (`training_run`). `step()`
-updates on responses that somebody else generated and scored. One forward pass of the trunk feeds
-both heads, and only hidden states that predict response tokens reach them.
+`train()` runs the iterations, with records and checkpoints around them (`training_run`). `step()`
+updates on responses generated and scored elsewhere. One forward pass of the trunk feeds both heads,
+and only the hidden states that predict response tokens reach them.
 
-All that changes during a run is in the model, the optimiser, `RunState` and a refreshed reference,
-and a checkpoint holds those. `config` is the run's; `options`, which each phase is given, is the
-config with the iteration's schedules applied.
+Everything that changes during a run is in the model, the optimizer, `RunState` and a refreshed
+reference, and a checkpoint holds those. `config` belongs to the run; `options`, an argument of each
+phase, is the config with the iteration's schedules applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,16 +31,15 @@ from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import split
+from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
-from fastppo.functional.losses import linear_ppo_loss
-from fastppo.functional.tutorial_losses import ValueLossFunction
-from fastppo.models.device import busy_cpu
-from fastppo.models.sharding import unsharded
+from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.checkpoints import Checkpoints, export
+from fastppo.ppo.checkpoints import Checkpoints
+from fastppo.ppo.critic import train_critic, value_loss
+from fastppo.ppo.evaluation import evaluate_policy
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.given_responses import TokenRows, given_responses
 from fastppo.ppo.metrics import (
@@ -48,22 +47,23 @@ from fastppo.ppo.metrics import (
     PhaseTimer,
     UpdateMeter,
     experience_metrics,
-    policy_metrics,
     response_metrics,
     to_floats,
     update_metrics,
 )
-from fastppo.ppo.objective import (
-    add_ptx_gradient,
-    kl_keywords,
-    penalty_loss,
+from fastppo.ppo.objective import add_ptx_gradient, kl_keywords, penalty_loss
+from fastppo.ppo.old_policy import (
+    GivenPolicy,
+    OldPolicy,
+    ReferenceStats,
+    read_old_policy,
+    read_reference,
 )
-from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
-from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
+from fastppo.ppo.optimizer import set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.out_of_memory import Attempt, MicrobatchLimits, explain_out_of_memory
+from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory
+from fastppo.ppo.reporter import Reporter
 from fastppo.ppo.setup.build import build, world_of
-from fastppo.ppo.setup.checks import check_on_policy, odd_options, random_state_restored
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
 from fastppo.ppo.value_regression import ValueRegression
@@ -71,12 +71,14 @@ from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.progress import console_of_first, say
-from fastppo.run.watch import advice, kind_of, rollout_health
+from fastppo.run.progress import console_of_first
+from fastppo.run.watch import rollout_health
+
+Result = TypeVar("Result")
 
 
 class Iteration(NamedTuple):
-    """An iteration's responses, what was learned from them, and its metrics."""
+    """Metrics, responses and experience of one iteration."""
 
     metrics: dict[str, float]
     responses: Responses
@@ -87,38 +89,31 @@ class MicrobatchLoss(NamedTuple):
     """The loss of a microbatch."""
 
     loss: Tensor
-    """0-d, with its gradient."""
+    """0-d, differentiable."""
     sums: LossSums
-    """What it adds to the metrics."""
+    """Its share of the metrics."""
     value_states: Tensor
-    """[N, H], what the value head read."""
-
-
-class StepReport(NamedTuple):
-    """What an optimiser step reports."""
-
-    metrics: dict[str, float]
-    policy_kl: float
-    """KL to the rollout policy before the step, nats per token."""
+    """[N, H], the value head's input."""
 
 
 class PPOTrainer:
-    """PPO on one device, or on as many as torchrun has started processes for.
+    """PPO on one device, or on one device per process under torchrun.
 
     Args:
         config: the options.
-        model, tokenizer: instead of loading `config.model`.
-        prompts: rows with a prompt column, instead of loading `config.prompts`.
-        rewards, monitor_rewards: callables or specs, instead of those of the config.
-        reference: a model for the KL, instead of a frozen copy of the policy as it starts.
-        environment: makes the environments that answer the policy's turns, instead of the config's.
-        engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
-        callbacks: transformers' `TrainerCallback`s, told how `train` goes.
-        console: where progress is shown.
-        world: the processes; by default those of torchrun.
+        model, tokenizer: used instead of loading `config.model`.
+        prompts: rows with a prompt column, used instead of loading `config.prompts`.
+        rewards, monitor_rewards: functions or names, used instead of the config's.
+        reference: model that the KL is measured to. By default a frozen copy of the initial policy.
+        environment: class or function that makes environments for multi-turn responses, used
+            instead of the config's.
+        engine: a `RolloutEngine`, or an object with its `generate`, used instead of the config's.
+        callbacks: transformers' `TrainerCallback`s.
+        console: console for progress and messages.
+        world: the processes; by default those that torchrun started.
 
     Raises:
-        ValueError: the parts do not fit; see `fastppo.ppo.setup.build`.
+        ValueError: the parts do not fit together; see `fastppo.ppo.setup.build`.
     """
 
     def __init__(
@@ -139,7 +134,8 @@ class PPOTrainer:
     ) -> None:
         self.config = config
         self.world = world_of(config, world)
-        self.console = console_of_first(self.world, console)
+        self.reporter = Reporter(console_of_first(self.world, console))
+        self.say = self.reporter.say
         with explain_out_of_memory("loading", config):
             components = build(
                 config,
@@ -154,6 +150,7 @@ class PPOTrainer:
                 say=self.say,
                 world=self.world,
             )
+        self.reporter.notes += components.notes
         self.device = components.device
         self.context = components.context
         self.tokenizer = components.tokenizer
@@ -168,10 +165,6 @@ class PPOTrainer:
         self.pretraining = components.pretraining
         self.scorer = components.scorer
         self.evaluation = components.evaluation
-        self.notes = components.notes
-        """Sentences that are said with the next metrics."""
-        self._warned: set[str] = set()
-        """The kinds of the warnings that the console has shown."""
         self.state = RunState.of(config)
         self.microbatch_limits = MicrobatchLimits(self.say, self.world.size)
         self.callbacks = Callbacks(
@@ -191,44 +184,47 @@ class PPOTrainer:
             saved=self.callbacks.saved,
         )
 
-    # ------------------------------------------------------------------------------ the algorithm
-
     def train(self) -> dict[str, float]:
-        """Runs to `config.iterations` and writes the policy and the report; the last metrics.
+        """Train for `config.iterations` and write the policy and the report.
+
+        Returns:
+            The metrics of the last iteration.
 
         Raises:
-            RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
-            Stopped: a signal asked for it; a checkpoint is written first.
+            RunStoppedError: a metric crossed a threshold of `stop_if`; everything is written first.
+            Stopped: a signal ended the run; a checkpoint is written first.
             CheckpointError: a checkpoint could not be written.
-            FloatingPointError: too many optimiser steps in a row were not finite.
-            RewardError: a reward raised, or returned what cannot be trained on.
-            RolloutError: the engine has no responses any more; a checkpoint is written first.
+            FloatingPointError: too many optimizer steps in a row were not finite.
+            RewardError: a reward raised, or returned something that cannot be trained on.
+            RolloutError: the engine returned no responses; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
         if self.prompts is None or not (self.scorer.terms or self.episode_runner.has_rewards):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         return TrainingRun(self).run()
 
+    # ------------------------------------------------------------------------------ the algorithm
+
     def iterate(
         self, prompts: Prompts, options: PPOConfig, timer: PhaseTimer | None = None
     ) -> Iteration:
-        """One PPO iteration on a batch of prompts.
+        """Run one PPO iteration on a batch of prompts.
 
         Args:
             options: the config with this iteration's schedules applied; see `begin_iteration`.
-            timer: measures the phases; a run's may end the iteration between two of them.
+            timer: times the phases, and may end the iteration between two of them.
 
         Raises:
             PhaseEndedError: `timer` was asked to stop; no weight has changed.
         """
-        timer = timer or PhaseTimer()
-        with timer("generate"), explain_out_of_memory("generate", options):
+        timer = timer or PhaseTimer(options)
+        with timer("generate"):
             prompts, rollout = self.episode_runner.run(prompts, self.engine, self.sampling)
-        with timer("score"), explain_out_of_memory("score", options):
+        with timer("score"):
             scores = self.score(prompts, rollout, options)
-        with timer("experience"), explain_out_of_memory("experience", options):
+        with timer("experience"):
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
-        with timer("update"), explain_out_of_memory("update", options), self.engine_released():
+        with timer("update"), self.engine_released():
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
 
@@ -240,9 +236,9 @@ class PPOTrainer:
     def score(
         self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None
     ) -> Scores:
-        """Rewards of the responses' texts: their weighted sum, less the penalties."""
-        texts = self.completions(prompts, rollout)
-        scores = (scorer or self.scorer)(prompts, texts, rollout.tokens, rollout.written)
+        """Return the rewards of the responses: their weighted sum, minus the penalties."""
+        completions = self.completions(prompts, rollout)
+        scores = (scorer or self.scorer)(prompts, completions, rollout.tokens, rollout.written)
         scores = scores.plus("environment", rollout.rewards)
         return scores.charged(rollout.truncated, options.missing_eos_penalty)
 
@@ -256,35 +252,37 @@ class PPOTrainer:
         *,
         given_policy: GivenPolicy | None = None,
     ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+        """Compute old logprobs, reference logprobs and values, and the advantages from them.
 
         Args:
-            given_policy: old logprobs and values of responses that no engine of the trainer drew.
+            given_policy: old logprobs and values of responses generated elsewhere.
 
         Returns:
-            (what the update learns from, metrics).
+            (the update's data, metrics).
         """
         batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
-        normalized_scores = scores.normalized(
+        scores = scores.normalized(
             options.score_normalization, options.score_clip, self.state.score_scale
         )
         kl_coef = self.state.kl_control.coef
-        for attempt in self.attempts(batch, options):
-            with attempt as limits:
-                plan = split(batch, limits, self.world)
-                old = read_old_policy(
-                    rollout,
-                    plan,
-                    options,
-                    model=self.model,
-                    engine=self.engine,
-                    sampling=self.sampling,
-                    given_policy=given_policy,
-                )
-                ref_stats = read_reference(self.reference, plan, options, kl_coef=kl_coef)
+
+        def read_policies(limits: Limits) -> tuple[OldPolicy, ReferenceStats]:
+            plan = split(batch, limits, self.world)
+            old = read_old_policy(
+                rollout,
+                plan,
+                options,
+                model=self.model,
+                engine=self.engine,
+                sampling=self.sampling,
+                given_policy=given_policy,
+            )
+            return old, read_reference(self.reference, plan, options, kl_coef=kl_coef)
+
+        old, ref_stats = self.in_microbatches(read_policies, batch, options)
         estimates = make_advantages(
             batch,
-            normalized_scores,
+            scores,
             options,
             truncated=rollout.truncated,
             old=old,
@@ -307,41 +305,51 @@ class PPOTrainer:
         return experience, metrics
 
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
-        """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
+        """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics."""
         state = self.state
-        steps_before = state.steps
+        skipped_before = state.skipped_steps
+        overflowed_before = self.optimizer.overflowed_steps
+        first_step = state.iteration * options.steps_per_iteration
         regression = state.value_regression
         meter = UpdateMeter()
-        if options.value_epochs is not None:
-            for _ in range(options.value_epochs - options.ppo_epochs):
-                self.train_critic(experience, options)
+        for _ in range(options.critic_only_epochs):
+            set_learning_rate(self.optimizer, first_step, self.config)
+            train_critic(
+                experience,
+                options,
+                model=self.model,
+                optimizer=self.optimizer,
+                microbatch_limits=self.microbatch_limits,
+                world=self.world,
+            )
         early_stopped = False
         for epoch in range(options.ppo_epochs):
-            # The value head is fitted to the states of the last epoch, and with early_stop_kl any
-            # epoch may be the last.
+            # The value head is fitted to the states of the last epoch. With early_stop_kl, any
+            # epoch may turn out to be the last.
             may_be_last = epoch + 1 == options.ppo_epochs or options.early_stop_kl is not None
             if regression is not None:
                 regression.begin_batch()
-            order = torch.randperm(len(experience))
             policy_kls: list[float] = []
+            order = torch.randperm(len(experience))
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                # The schedule counts the steps that an early stop left out.
-                step = state.iteration * options.steps_per_iteration + len(meter.steps)
+                # The schedule also counts the steps that an early stop leaves out.
+                step = first_step + len(meter.steps)
                 learning_rate = set_learning_rate(self.optimizer, step, self.config)
                 sums = self.accumulate_gradient(
                     minibatch, options, regression if may_be_last else None
                 )
-                report = self.take_step(sums, options)
-                meter.add(minibatch, sums, report.metrics | {"learning_rate": learning_rate})
-                policy_kls.append(report.policy_kl)
+                step_metrics = self.optimizer_step(sums, options)
+                policy_kls.append(step_metrics.pop("policy_kl", 0.0))
+                meter.add(minibatch, sums, step_metrics | {"learning_rate": learning_rate})
             policy_kl = sum(policy_kls) / len(policy_kls)
             early_stopped = options.stops_at(policy_kl)
             if early_stopped:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
-        metrics |= state.step_metrics(steps_before)
+        metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
+        metrics |= self.optimizer.metrics(overflowed_before)
         if regression is not None:
             regression.fit(self.model.value_function.head, self.world)
             metrics |= regression.metrics
@@ -354,106 +362,52 @@ class PPOTrainer:
     def accumulate_gradient(
         self, minibatch: Experience, options: PPOConfig, regression: ValueRegression | None = None
     ) -> LossSums:
-        """Adds up the gradient of a minibatch's loss over its microbatches, and returns what they
-        add to the loss and the metrics.
+        """Accumulate the gradient of a minibatch's loss over its microbatches.
 
         Args:
-            regression: is given the states that the value head read.
+            regression: collects the value head's inputs.
+
+        Returns:
+            The minibatch's loss and sums for the metrics, over all processes.
         """
-        for number, attempt in enumerate(self.attempts(minibatch, options)):
-            with attempt as limits:
-                self.optimizer.zero_grad(set_to_none=True)
-                loss = None  # that of a failed attempt would keep its activations
-                parts: list[LossSums] = []
-                for micro in minibatch.microbatches(limits, self.world):
-                    loss, part, value_states = self.loss(micro, options)
-                    # A second attempt would add the tokens of the first once more.
-                    if regression is not None and number == 0:
-                        regression.add(value_states, micro)
-                    if loss.requires_grad:
-                        self.state.scaler.scale(loss).backward()
-                    parts.append(part)
+        attempts = 0
+
+        def accumulate(limits: Limits) -> list[LossSums]:
+            nonlocal attempts
+            attempts += 1
+            self.optimizer.zero_grad()
+            parts = []
+            for micro in minibatch.microbatches(limits, self.world):
+                loss, sums, value_states = self.loss(micro, options)
+                # A second attempt would count the tokens of the first one again.
+                if regression is not None and attempts == 1:
+                    regression.add(value_states, micro)
+                if loss.requires_grad:
+                    self.optimizer.backward(loss)
+                parts.append(sums)
+            return parts
+
+        parts = self.in_microbatches(accumulate, minibatch, options)
         sums = LossSums.joined(parts, self.world)
         if options.ptx_coef and not self.state.is_warming_up(options):
             sums = self.add_ptx(sums, options)
         return sums
 
-    def train_critic(self, experience: Experience, options: PPOConfig) -> None:
-        """A pass over the batch that trains a critic of its own alone, at the iteration's first
-        learning rate."""
-        set_learning_rate(
-            self.optimizer, self.state.iteration * options.steps_per_iteration, self.config
-        )
-        order = torch.randperm(len(experience))
-        for minibatch in experience.minibatches(order, options.minibatches, options.aggregation):
-            self.accumulate_critic_gradient(minibatch, options)
-            self.state.unscale(self.optimizer)
-            norms = to_floats(clip_gradients(self.optimizer, self.model, options))
-            if all(map(math.isfinite, norms.values())):
-                self.optimizer.step()
-
-    def accumulate_critic_gradient(self, minibatch: Experience, options: PPOConfig) -> None:
-        """Adds up the gradient of a minibatch's value loss alone over its microbatches."""
-        for attempt in self.attempts(minibatch, options):
-            with attempt as limits:
-                self.optimizer.zero_grad(set_to_none=True)
-                for micro in minibatch.microbatches(limits, self.world):
-                    layout = self.model.layout(micro.batch)
-                    with self.model.autocast():
-                        values = self.model.values(layout, layout.predicting)
-                    value, _ = self.value_loss(values, micro, options)
-                    self.state.scaler.scale(options.vf_coef * value).backward()
-
-    def attempts(self, sequences: Sized, options: PPOConfig) -> Iterator[Attempt]:
-        """One attempt at a pass over the sequences, unless memory runs out: then another, with
-        smaller microbatches (`MicrobatchLimits.attempts`)."""
-        return self.microbatch_limits.attempts(options.limits(self.model.packing), len(sequences))
-
-    @staticmethod
-    def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
-        """(the value loss of a microbatch, 0-d, with its gradient; tokens that are clipped)."""
-        return ValueLossFunction.apply(
-            values, micro.returns, micro.token_weights, micro.old_values, options.value_clip
-        )
-
     def loss(self, micro: Experience, options: PPOConfig) -> MicrobatchLoss:
-        """Policy and value loss of a microbatch, from one pass of the trunk. While the value
-        function warms up, its loss alone."""
+        """Compute policy and value loss of a microbatch from one pass of the trunk.
+
+        While the value function warms up, the loss is the value loss alone.
+        """
         warming_up = self.state.is_warming_up(options)
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
             hidden, values, value_states = self.model(layout, detach_values=warming_up)
-            # After the forward pass, which has gathered its weight where models are sharded.
-            head = self.model.head
             with (
                 kl_keywords(self.reference, layout, options) as kl,
                 torch.set_grad_enabled(not warming_up),
             ):
-                if options.objective == "penalty":
-                    beta = self.state.policy_kl_control.coef
-                    policy = penalty_loss(hidden, micro, options, head=head, beta=beta)
-                else:
-                    policy = linear_ppo_loss(
-                        hidden,
-                        head.weight,
-                        micro.batch.response_tokens,
-                        micro.old_logprobs,
-                        micro.advantages,
-                        bias=head.bias,
-                        weights=micro.token_weights,
-                        importance_weights=micro.importance_weights,
-                        objective=options.objective,
-                        cu_seqlens=micro.batch.cu_seqlens if options.objective == "gspo" else None,
-                        clip_ratio=options.clip_range,
-                        dual_clip=options.dual_clip,
-                        ref_logprobs=micro.ref_logprobs,
-                        **kl,
-                        entropy_coef=options.entropy_coef,
-                        temperature=options.temperature,
-                        backend=options.backend,
-                        **head.transform,
-                    )
-            value, value_clipped = self.value_loss(values, micro, options)
+                policy = self.policy_loss(hidden, micro, options, kl)
+            value, value_clipped = value_loss(values, micro, options)
         loss = options.vf_coef * value
         if not warming_up:
             loss = policy.loss + loss
@@ -466,55 +420,96 @@ class PPOTrainer:
         )
         return MicrobatchLoss(loss, sums, value_states)
 
+    def policy_loss(
+        self, hidden: Tensor, micro: Experience, options: PPOConfig, kl: dict[str, Any]
+    ) -> PPOLoss:
+        """Compute the policy loss of the hidden states [N, H] that predict the response tokens.
+
+        Args:
+            kl: keywords of `linear_ppo_loss` for the KL to the reference.
+        """
+        head = self.model.head
+        if options.objective == "penalty":
+            beta = self.state.policy_kl_control.coef
+            return penalty_loss(hidden, micro, options, head=head, beta=beta)
+        return linear_ppo_loss(
+            hidden,
+            head.weight,
+            micro.batch.response_tokens,
+            micro.old_logprobs,
+            micro.advantages,
+            bias=head.bias,
+            weights=micro.token_weights,
+            importance_weights=micro.importance_weights,
+            objective=options.objective,
+            cu_seqlens=micro.batch.cu_seqlens if options.objective == "gspo" else None,
+            clip_ratio=options.clip_range,
+            dual_clip=options.dual_clip,
+            ref_logprobs=micro.ref_logprobs,
+            **kl,
+            entropy_coef=options.entropy_coef,
+            temperature=options.temperature,
+            backend=options.backend,
+            **head.transform,
+        )
+
     def add_ptx(self, sums: LossSums, options: PPOConfig) -> LossSums:
-        """Adds the gradient of the next blocks of pretraining text, and their loss to the sums."""
+        """Add the gradient and the loss of the next blocks of pretraining text."""
         assert self.pretraining is not None
         blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
         self.state.ptx_seen += len(blocks)
         ptx_loss = add_ptx_gradient(
-            self.model, blocks, options, world=self.world, scaler=self.state.scaler
+            self.model, blocks, options, world=self.world, backward=self.optimizer.backward
         )
         return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
 
-    def take_step(self, sums: LossSums, options: PPOConfig) -> StepReport:
-        """Clips the gradient and takes an optimiser step, if loss and gradient are finite."""
-        state = self.state
-        if all(weight.grad is None for weight in self.optimizer.weights):
-            # While a head in closed form warms up on the policy's trunk, AdamW has nothing to do.
-            return StepReport(to_floats({"loss": sums.loss}), 0.0)
-        state.unscale(self.optimizer)
-        norms = clip_gradients(self.optimizer, self.model, options)
-        # Once a step the host waits for a GPU, here. A gradient that is not finite must not reach
-        # AdamW, nor zeros in its place: its moments would still decay and the weights move by them.
-        # So the step waits until the host has seen the norm; nothing in a microbatch waits.
-        metrics = to_floats({"loss": sums.loss, **norms, "policy_kl": sums.approx_kl})
-        policy_kl = metrics.pop("policy_kl")
-        if all(map(math.isfinite, metrics.values())):
-            self.optimizer.step()
-            state.skipped_in_a_row = 0
-        elif state.overflowed and math.isfinite(metrics["loss"]):
-            state.overflowed_steps += 1
+    def optimizer_step(self, sums: LossSums, options: PPOConfig) -> dict[str, float]:
+        """Clip the gradient and take a step, unless loss or gradient are not finite.
+
+        Returns:
+            The finite ones of loss, gradient norms, and `policy_kl`: KL to the rollout policy
+            before the step, nats per token.
+        """
+        if not self.optimizer.has_gradients:
+            # While a closed-form head warms up on the policy's trunk, nothing has a gradient.
+            return to_floats({"loss": sums.loss})
+        norms = self.optimizer.clip_gradients(options.max_grad_norm)
+        # The host waits for a GPU here, once per step, and nowhere within a microbatch.
+        metrics = to_floats({"policy_kl": sums.approx_kl, "loss": sums.loss, **norms})
+        numbers = {name: metrics[name] for name in ("loss", *norms)}
+        if self.optimizer.step(numbers):
+            self.state.skipped_in_a_row = 0
         else:
-            self.warn(state.skip_step(metrics))
-        state.optimizer_step += 1
-        if state.overflowed:
-            # A norm is no metric where a loss scale that was too large made it.
-            metrics = {
-                name: value
-                for name, value in metrics.items()
-                if name == "loss" or math.isfinite(value)
-            }
-        return StepReport(metrics, policy_kl)
+            self.reporter.warn(self.state.skip_step(numbers))
+        self.state.optimizer_step += 1
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def in_microbatches(
+        self, run: Callable[[Limits], Result], sequences: Sized, options: PPOConfig
+    ) -> Result:
+        """Call `run` with microbatch limits that fit in memory; see `MicrobatchLimits.fit`."""
+        wanted = options.limits(self.model.packing)
+        return self.microbatch_limits.fit(run, wanted, len(sequences))
 
     @contextmanager
     def engine_released(self) -> Iterator[None]:
-        """Frees the engine's memory for an update, then hands it the new weights."""
+        """Free the engine's memory during an update, then give it the new weights."""
         self.engine.release()
         yield
-        self.optimizer.zero_grad(set_to_none=True)  # a rollout needs their memory
+        self.optimizer.zero_grad()  # the next rollout needs the memory
         self.engine.weights_changed(self.model)
 
-    # ----------------------------------------------------------------------- responses of others
+    def begin_iteration(self) -> PPOConfig:
+        """Refresh the reference if it is due, and return the iteration's options."""
+        iteration = self.state.iteration
+        interval = self.config.reference_refresh
+        if self.reference is not None and interval and iteration and iteration % interval == 0:
+            self.reference.refresh()
+        options = self.config.at(iteration)
+        self.state.begin_iteration(options)
+        return options
+
+    # ------------------------------------------------------------ responses generated elsewhere
 
     def step(
         self,
@@ -528,28 +523,29 @@ class PPOTrainer:
         old_logprobs: TokenRows | None = None,
         values: TokenRows | None = None,
     ) -> dict[str, float]:
-        """One PPO update on responses that are given; returns its metrics.
+        """Make one PPO update on given responses, and return its metrics.
 
         Args:
             prompts, responses: texts or token ids; prompts may be chat messages.
-            scores: [B], normalised and clipped as the config says, not charged for length or EOS.
-            finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
-            masks: for each token, True if the policy wrote it. The others, such as a tool's answer,
-                are read by the model and not learned from.
-            token_rewards: a reward for each token, in addition to the score and scaled with it
-                where scores are normalised or clipped. A reward at a token that the policy did not
-                write is paid at the last one before it that the policy wrote.
-            old_logprobs: for each token its logprob under the policy that drew it, nats of
-                softmax(z/T); by default those of the model as it is. Read where the mask is True.
-            values: for each token the value of the state before it; by default the model's.
+            scores: [B]. They are normalized and clipped as configured; no length or EOS penalty
+                applies.
+            finish_reasons: `stop` or `length`. The default is `stop` if the last token is a stop
+                token.
+            masks: per token, True if the policy generated it. The model reads the other tokens,
+                such as a tool's output, but does not learn from them.
+            token_rewards: per token, a reward in addition to the score, scaled like it. A reward at
+                a token outside the mask moves to the last token before it inside the mask.
+            old_logprobs: per token, the logprob under the policy that generated it, nats of
+                softmax(z/T). The default is the current model's.
+            values: per token, the value of the state before it. The default is the current model's.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
                 or outside the vocabulary; a number is not finite; a mask is not bool or has no
                 True; without masks, tokens follow a stop token, as padding does.
-            RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
+            RunStoppedError: a metric crossed a threshold of `stop_if`, after the update.
         """
-        external = given_responses(
+        given = given_responses(
             prompts,
             responses,
             scores,
@@ -565,127 +561,34 @@ class PPOTrainer:
         )
         options = self.begin_iteration()
         experience, metrics = self.make_experience(
-            external.prompt_ids,
-            external.rollout,
-            external.scores,
-            options,
-            given_policy=external.policy,
+            given.prompt_ids, given.rollout, given.scores, options, given_policy=given.policy
         )
         with self.engine_released():
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
-        total = external.scores.total
-        metrics["reward"] = total.mean().item()
-        metrics |= rollout_health(external.rollout.written_tokens, total)
-        self.watch(metrics)
+        metrics["reward"] = given.scores.total.mean().item()
+        metrics |= rollout_health(given.rollout.written_tokens, given.scores.total)
+        self.reporter.watch(self.state, metrics)
         self.state.iteration += 1
         self.state.raise_if_stopped()
         return metrics
 
-    # ----------------------------------------------------------------------- looking at the policy
+    # ------------------------------------------------------------------------ evaluating and saving
 
     def evaluate(
         self, prompts: Prompts, sampling: Sampling | None = None, scorer: Scorer | None = None
     ) -> dict[str, Any]:
-        """Samples and scores responses to `prompts` without learning from them.
-
-        Returns:
-            dict: reward, each reward term and monitor, kl (nats per sequence; of a run with a
-            reference), entropy (nats per token), response_length, eos_rate: means; `completions`,
-            the texts; `scores`; `rollout`.
-        """
-        options = self.config.at(self.state.iteration)
-        with random_state_restored(options.seed):
-            prompts, rollout = self.episode_runner.run(
-                prompts, self.engine, sampling or self.sampling
-            )
-            scores = self.score(prompts, rollout, options, scorer)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
-        for attempt in self.attempts(batch, options):
-            with attempt as limits:
-                policy_means = policy_metrics(
-                    batch,
-                    split(batch, limits, self.world),
-                    options,
-                    model=self.model,
-                    reference=self.reference,
-                )
-        return {
-            **response_metrics(scores, rollout, {}),
-            **policy_means,
-            "completions": self.completions(prompts, rollout),
-            "scores": scores,
-            "rollout": rollout,
-        }
+        """Generate and score responses without learning; see `evaluate_policy`."""
+        return evaluate_policy(self, prompts, sampling or self.sampling, scorer)
 
     def completions(self, prompts: Prompts, rollout: Rollout, most: int | None = None) -> list[str]:
-        """The responses, or the first `most`, as texts without special tokens: what comes after the
-        prompt's text."""
+        """Return the texts of all responses, or of the first `most`, without special tokens."""
         return decode_completions(self.tokenizer, prompts.token_ids[:most], rollout.tokens[:most])
 
-    def self_check(self, prompts: Prompts) -> None:
-        """Raises RuntimeError if the first update would not be on-policy; warns of options that are
-        legal but probably unintended."""
-        fresh_reference = self.reference
-        if self.state.optimizer_step or (fresh_reference is not None and fresh_reference.is_given):
-            fresh_reference = None
-        with explain_out_of_memory("the self-check", self.config):
-            check_on_policy(
-                prompts,
-                self.config,
-                model=self.model,
-                engine=self.engine,
-                sampling=self.sampling,
-                fresh_reference=fresh_reference,
-            )
-        for sentence in [*odd_options(self.config), *busy_cpu(self.device)]:
-            self.say(sentence, "yellow")
-
-    # --------------------------------------------------------------------- saving, and what is said
-
     def save_checkpoint(self) -> Path:
-        """Writes a checkpoint of the run as it is now; its path."""
+        """Write a checkpoint and return its path."""
         return self.checkpoints.save()
 
     def save_policy(self, directory: str | Path) -> None:
-        """Writes the policy, its tokenizer and generation config; the value function beside it."""
-        directory = Path(directory)
-        with unsharded(self.model):
-            value_function = directory.parent / "value_function.safetensors"
-            self.world.on_main_rank(
-                lambda: export(self.model, self.tokenizer, directory, value_function)
-            )
-
-    def begin_iteration(self) -> PPOConfig:
-        """The options of this iteration; the reference is refreshed if it is time."""
-        iteration = self.state.iteration
-        interval = self.config.reference_refresh
-        if self.reference is not None and interval and iteration and iteration % interval == 0:
-            self.reference.refresh()
-        options = self.config.at(iteration)
-        self.state.begin_iteration(options)
-        return options
-
-    def watch(self, metrics: dict[str, float]) -> list[str]:
-        """Warnings about the metrics of an iteration, which the console shows too; the last of them
-        say why the run stops."""
-        sentences = self.notes + self.state.watch(metrics)
-        self.notes = []
-        for sentence in sentences:
-            self.warn(sentence, f"iteration {self.state.iteration + 1}: ")
-        return sentences + [f"stopped: {reason}" for reason in self.state.watch.stopped_by]
-
-    def warn(self, warning: str, where: str = "") -> None:
-        """Shows the user a warning with the page that helps, once for each kind of warning.
-
-        Args:
-            where: begins the sentence, such as the iteration.
-        """
-        kind = kind_of(warning)
-        if kind not in self._warned:
-            self._warned.add(kind)
-            self.say(f"{where}{warning}{advice(warning)}", "yellow")
-
-    def say(self, sentence: str, style: str = "") -> None:
-        """Shows the user a sentence."""
-        say(self.console, sentence, style)
+        """Write the policy with its tokenizer and generation config, and the value function."""
+        self.checkpoints.save_policy(self.tokenizer, Path(directory))

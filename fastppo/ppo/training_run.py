@@ -23,6 +23,7 @@ from fastppo.ppo.curriculum import Chosen
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.ppo.setup.banner import banner
+from fastppo.ppo.setup.checks import self_check
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console
@@ -118,7 +119,7 @@ class TrainingRun:
             self.world.on_main_rank(lambda: check_no_run(self.run_dir))
         for line in banner(self.trainer):
             self.trainer.say(line)
-        self.trainer.self_check(self.trainer.prompts)
+        self_check(self.trainer)
 
     def _open_log(self) -> SharedLog:
         log = SharedLog(
@@ -129,7 +130,7 @@ class TrainingRun:
             first=self.state.iteration,
             device=device_name(self.trainer.device),
         )
-        self.trainer.notes += log.notes
+        self.trainer.reporter.notes += log.notes
         return log
 
     @contextmanager
@@ -153,7 +154,7 @@ class TrainingRun:
         first = self.state.iteration
         end = self.config.iterations
         metrics: dict[str, float] = {}
-        bar = progress("PPO", self.trainer.console, total=end, completed=first)
+        bar = progress("PPO", self.trainer.reporter.console, total=end, completed=first)
         with bar as show:
             self.callbacks.begin(first)
             while self.state.iteration < end and not self._is_over():
@@ -225,7 +226,7 @@ class TrainingRun:
         before = trainer.evaluation.before_update(trainer)
         if options.async_steps:
             trainer.engine.prepare(self._prompts_after(chosen))
-        iteration = trainer.iterate(prompts, options, PhaseTimer(before=self._stop_before))
+        iteration = trainer.iterate(prompts, options, PhaseTimer(options, self._stop_before))
         metrics: dict[str, float] = before | iteration.metrics
         metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
         requested = self.callbacks.take("should_evaluate")
@@ -235,7 +236,7 @@ class TrainingRun:
             self.evaluation_error = error
 
         number = self.state.iteration
-        log.metrics(number, metrics, trainer.watch(metrics))
+        log.metrics(number, metrics, trainer.reporter.watch(self.state, metrics))
         responses = iteration.responses
         texts = trainer.completions(responses.prompts, responses.rollout, LOGGED_SAMPLES)
         log.samples(number, sample_records(responses, iteration.experience, texts))

@@ -22,7 +22,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -160,6 +160,11 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{name} must be a list, [a, b], got {describe(value)}")
         return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
+    if get_origin(hint) is Mapping:
+        value = yaml.safe_load(value) if isinstance(value, str) else value
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{name} must be a mapping, {{a: 1, b: 2}}, got {describe(value)}")
+        return dict(value)
     if hint is bool and isinstance(value, str) and value.lower() in BOOLS:
         return BOOLS[value.lower()]
     if hint in (int, float):

@@ -11,22 +11,21 @@ import torch
 from torch import nn
 
 from fastppo.models.policy import ActorCritic
-from fastppo.ppo.master_weights import MasterAdamW
-from fastppo.ppo.optimizer import clip_gradients, make_optimizer
+from fastppo.ppo.optimizer import Optimizer, make_optimizer
 from fastppo.ppo.options.config import PPOConfig
-from runs import first_experience, make_trainer
+from runs import adamw, first_experience, make_trainer
 
 
-def _pair(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Parameter, MasterAdamW]:
+def _pair(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Parameter, Optimizer]:
     """A weight of the dtype, one of fp32, and their optimiser."""
     torch.manual_seed(0)
     rounded = nn.Parameter(torch.randn(3, 4).to(dtype))
     in_fp32 = nn.Parameter(torch.randn(5))
     groups: list[dict[str, Any]] = [{"params": [rounded]}, {"params": [in_fp32], "lr": 0.5}]
-    return rounded, in_fp32, MasterAdamW(groups, lr=1e-4, fused=True)
+    return rounded, in_fp32, adamw(groups, lr=1e-4, fused=True)
 
 
-def _step(rounded: nn.Parameter, in_fp32: nn.Parameter, optimizer: MasterAdamW) -> None:
+def _step(rounded: nn.Parameter, in_fp32: nn.Parameter, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
     (rounded.float().sum() + in_fp32.sum()).backward()
     optimizer.step()
@@ -70,7 +69,7 @@ def test_the_gradient_is_clipped_where_the_model_has_it() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones(parameter.shape)
     count = sum(p.numel() for p in model.parameters())
-    norms = clip_gradients(optimizer, model, config)
+    norms = optimizer.clip_gradients(config.max_grad_norm)
     assert norms["grad_norm"].item() == pytest.approx(count**0.5)
     after = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert after.item() == pytest.approx(0.5, rel=1e-4)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from tiny import CONFIGS, model_of
+from transformers import LlamaConfig
 
 from fastppo.models.policy import ActorCritic
 from fastppo.models.value import critic_of_policy
-from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule
+from fastppo.ppo.optimizer import make_optimizer, schedule
 from fastppo.ppo.options.config import PPOConfig
+from runs import make_trainer
 
 
 def _model(kind: str = "shared") -> ActorCritic:
@@ -117,10 +121,69 @@ def test_a_critics_gradient_is_clipped_apart_from_the_policys(kind: str) -> None
         return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
 
     policy, value = map(norm, both)
-    norms = {name: value.item() for name, value in clip_gradients(optimizer, model, config).items()}
+    norms = {name: value.item() for name, value in optimizer.clip_gradients(0.5).items()}
     if kind == "critic":
         assert norms == pytest.approx({"grad_norm": policy, "value_grad_norm": value})
         assert [norm(part) for part in both] == pytest.approx([0.5, 0.5], rel=1e-4)
     else:
         assert norms == pytest.approx({"grad_norm": (policy**2 + value**2) ** 0.5})
         assert norm(both[0] + both[1]) == pytest.approx(0.5, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------- another optimizer
+
+
+def test_an_optimizer_of_the_users_gets_groups_and_options(tmp_path: Path) -> None:
+    options = {"optimizer": "torch.optim:SGD", "optimizer_options": {"momentum": 0.9}}
+    trainer = make_trainer(tmp_path, learning_rate=0.1, weight_decay=0.01, **options)
+    assert type(trainer.optimizer.inner) is torch.optim.SGD
+    assert {group["momentum"] for group in trainer.optimizer.param_groups} == {0.9}
+    assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.0, 0.01}
+    trainer.train()
+    resumed = make_trainer(tmp_path, learning_rate=0.1, weight_decay=0.01, resume=True, **options)
+    resumed.checkpoints.resume()
+    for weight, buffer in trainer.optimizer.state.items():
+        (other,) = (
+            w for w in resumed.optimizer.state if w.shape == weight.shape and w.equal(weight)
+        )
+        assert torch.equal(
+            resumed.optimizer.state[other]["momentum_buffer"], buffer["momentum_buffer"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "says"),
+    [
+        ("torch.optim:Nothing", {}, "no function 'Nothing' there"),
+        ("torch.optim:SGD", {"momenta": 1}, "optimizer=torch.optim:SGD: .*unexpected keyword"),
+        ("torch.optim:SGD", {"momentum": -1}, "optimizer=torch.optim:SGD: Invalid momentum"),
+        ("builtins:list", {}, "must return a torch.optim.Optimizer, got list"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused(
+    optimizer: str, options: dict[str, Any], says: str
+) -> None:
+    config = PPOConfig(optimizer=optimizer, optimizer_options=options)
+    with pytest.raises(ValueError, match=says):
+        make_optimizer(_model(), config)
+
+
+def test_eight_bit_moments_survive_a_resume(tmp_path: Path) -> None:
+    """torchao keeps them in tensors of a class of its own."""
+    pytest.importorskip("torchao")
+    options: dict[str, Any] = {"optimizer": "torchao.optim:AdamW8bit", "checkpoint_interval": 1}
+    wide = model_of(LlamaConfig(**{**CONFIGS["llama"]().to_dict(), "hidden_size": 64}))
+    whole = make_trainer(tmp_path / "whole", causal_lm=wide, iterations=2, **options)
+    whole.train()
+    for iterations in (1, 2):
+        wide = model_of(LlamaConfig(**{**CONFIGS["llama"]().to_dict(), "hidden_size": 64}))
+        cut = make_trainer(
+            tmp_path / "cut",
+            causal_lm=wide,
+            iterations=iterations,
+            resume=iterations == 2,
+            **options,
+        )
+        cut.train()
+    for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -56,8 +56,8 @@ def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path:
     small, _ = _gradients(tmp_path / "b", room=16, microbatch_size=2)
     unsplit, _ = _gradients(tmp_path / "c", room=16, microbatch_size=16)
     assert said == [
-        "out of memory: microbatches of at most 4 sequences from here on, same gradient",
-        "out of memory: microbatches of at most 2 sequences from here on, same gradient",
+        "out of memory: microbatches of at most 4 sequences from now on, same gradient",
+        "out of memory: microbatches of at most 2 sequences from now on, same gradient",
     ]
     torch.testing.assert_close(halved, small, rtol=0, atol=0)
     # In another order of summation: fp32 sums of some hundred terms.
@@ -88,11 +88,13 @@ def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
 def _tried(fitting: MicrobatchLimits, wanted: Limits, sequences: int, room: int) -> list[Limits]:
     """The limits of the attempts at a pass, of which only so many sequences fit."""
     tried: list[Limits] = []
-    for attempt in fitting.attempts(wanted, sequences):
-        with attempt as limits:
-            tried.append(limits)
-            if min(limits.sequences, sequences) > room:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def run(limits: Limits) -> None:
+        tried.append(limits)
+        if min(limits.sequences, sequences) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fitting.fit(run, wanted, sequences)
     return tried
 
 
@@ -115,7 +117,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Li
     ("phase", "says"),
     [
         ("generate", "--generate_batch_size 8 halves"),
-        ("score", "a smaller reward model, or one on a server"),
+        ("score", "Use a smaller reward model"),
         ("loading", "--param_dtype bfloat16 halves"),
     ],
 )
@@ -136,5 +138,5 @@ def test_what_servers_hold_is_no_remedy_for_the_process() -> None:
 
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:
-    with pytest.raises(RuntimeError, match="out of memory on one of several processes: CUDA"):
+    with pytest.raises(RuntimeError, match="out of memory in one of several processes: CUDA"):
         _tried(MicrobatchLimits(print, processes=2), Limits(8), 8, room=4)

@@ -20,6 +20,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import split
 from fastppo.data.rows import DataError
+from fastppo.ppo.critic import train_critic
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
@@ -414,7 +415,14 @@ def test_further_passes_train_the_critic_alone(tmp_path: Path) -> None:
         losses.append(trainer.update(experience, trainer.config)["value_loss"])
     assert losses[1] < 0.9 * losses[0]
     before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
-    trainer.train_critic(experience, trainer.config)
+    train_critic(
+        experience,
+        trainer.config,
+        model=trainer.model,
+        optimizer=trainer.optimizer,
+        microbatch_limits=trainer.microbatch_limits,
+        world=trainer.world,
+    )
     torch.testing.assert_close(before, [*trainer.model.causal_lm.parameters()], rtol=0, atol=0)
 
 
@@ -451,7 +459,7 @@ def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: 
     trainer = make_trainer(
         tmp_path, warn_if=["entropy > 1", "kl > 1e6", "klx > 3"], console=console, iterations=3
     )
-    trainer.notes.append("rollout=decoder does not decode it")
+    trainer.reporter.notes.append("rollout=decoder does not decode it")
     trainer.train()
     lines = records(trainer)
     for line in lines:

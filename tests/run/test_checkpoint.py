@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.ppo.master_weights import MasterAdamW
+from fastppo.ppo.optimizer import Optimizer
 from fastppo.run import checkpoint, shards
+from runs import adamw
 
 STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
 
@@ -29,8 +30,8 @@ class Model(torch.nn.Module):
         return self.frozen(self.tied(self.one(x)))
 
 
-def _adam(model: Model, rate: float = 0.1) -> MasterAdamW:
-    return MasterAdamW([{"params": [p for p in model.parameters() if p.requires_grad]}], lr=rate)
+def _adam(model: Model, rate: float = 0.1) -> Optimizer:
+    return adamw([{"params": [p for p in model.parameters() if p.requires_grad]}], lr=rate)
 
 
 def _step(model: Model, optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ needs it is imported where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -250,9 +250,13 @@ class OptimizerOptions(Options):
         "constant", "Learning rate after warm-up: constant, or decay to 0 over the run"
     )
     warmup_steps: int = option(0, "Linear warm-up, optimiser steps", minimum=0)
-    optimizer: Literal["adamw", "adamw8bit"] = option(
+    optimizer: str = option(
         "adamw",
-        "adamw8bit: moments of 8 bits, bf16 weights without fp32 masters; needs torchao",
+        "adamw, or a class or function over parameter groups: package.module:Name or "
+        "file.py:name, such as torchao.optim:AdamW8bit",
+    )
+    optimizer_options: Mapping[str, Any] | None = option(
+        None, "Keyword arguments of the optimizer, a YAML mapping such as '{eps: 1.0e-6}'"
     )
     weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
     adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
@@ -418,6 +422,11 @@ class PPOConfig(
         """Different prompts of one rollout batch."""
         return self.rollout_batch_size // self.samples_per_prompt
 
+    @property
+    def critic_only_epochs(self) -> int:
+        """Passes over each batch that train only the critic."""
+        return 0 if self.value_epochs is None else self.value_epochs - self.ppo_epochs
+
     def stops_at(self, policy_kl: float) -> bool:
         """Whether the KL to the rollout policy, nats per token, ends an iteration's update."""
         return self.early_stop_kl is not None and policy_kl > self.early_stop_kl
@@ -470,10 +479,10 @@ def check_models(config: PPOConfig) -> None:
                 "weights; use rollout=decoder"
             )
     if config.precision == "fp16":
-        if config.param_dtype != "float32" or config.optimizer != "adamw":
+        if config.param_dtype != "float32":
             raise ValueError(
-                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32 "
-                f"and optimizer adamw, got {config.param_dtype} and {config.optimizer}"
+                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32, "
+                f"got {config.param_dtype}"
             )
         if config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
             raise ValueError(
@@ -766,6 +775,7 @@ IDENTITY = (
     "lam_alpha",
     "value_lam",
     "optimizer",
+    "optimizer_options",
     "aggregation",
     "kl_estimator",
     "kl_loss_estimator",

@@ -47,7 +47,6 @@ from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
 from fastppo.models.trunk import hidden_states, last_states, layers_of
-from fastppo.ppo.eight_bit import empty_moments
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.setup.run_models import make_policy, make_reference
@@ -315,9 +314,6 @@ class Process:
         trained = trained_of(self.policy)
         states = 8 * count(trained)
         masters = 4 * count(p for p in trained if p.dtype in HALVES)
-        if self.config.optimizer == "adamw8bit":
-            states = bytes_of(moment for p in trained for moment in empty_moments(p))
-            masters = 0
         if self.run.is_sharded:
             masters = 0
         parts = {"fp32 masters": masters, "optimiser states": states // self.run.shards}

@@ -19,7 +19,6 @@ from rich.table import Table
 from fastppo.models import quantized
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import model_config
-from fastppo.ppo import eight_bit
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.plan.memory import Phase, Run, least_bytes, phases_of
 from fastppo.ppo.setup.processes import check_context, check_processes
@@ -32,7 +31,6 @@ PROCESSES = (2, 4, 8, 16, 32, 64)
 
 PACKAGES = {
     "lora_rank": "peft",
-    "optimizer": eight_bit.NEEDED,
     "quantization": quantized.NEEDED,
 }
 """What pip has to install for options that a plan may name."""
@@ -164,7 +162,7 @@ def smaller_weights(run: Run) -> list[dict[str, Any]]:
     shards = one_copy(run)
     adapters = {} if run.config.lora_rank else {"lora_rank": 16}
     half = {"param_dtype": "bfloat16"}
-    more = [shards, shards | half, half | {"optimizer": "adamw8bit"}, shards | adapters]
+    more = [shards, shards | half, shards | adapters]
     more += [shards | adapters | half, adapters | {"quantization": "nf4"}]
     return [{}, *filter(None, more)]
 

@@ -75,7 +75,7 @@ class RunComponents:
     reference: ReferencePolicy | None
     """None where no KL needs a model."""
     optimizer: Any
-    """`fastppo.ppo.master_weights.MasterWeights` over an optimiser of torch's interface."""
+    """A `fastppo.ppo.optimizer.Optimizer`."""
     engine: RolloutEngine
     sampling: Sampling
     episode_runner: OneTurn | Turns

@@ -3,20 +3,20 @@ mistake."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
+from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
-from fastppo.run.checkpoint import random_state, restore_random_state
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
@@ -31,20 +31,26 @@ LOGIT_STEPS = 4 * 2**-8
 states that it is made of have been several times. Logits of 16 to 32 are an eighth apart."""
 
 
-@contextmanager
-def random_state_restored(seed: int | None = None) -> Iterator[None]:
-    """Draws inside from torch's, NumPy's and Python's generators leave no trace outside.
+def self_check(trainer: Any) -> None:
+    """Check that the first update is on-policy, and warn about options that are probably mistakes.
 
-    Args:
-        seed: of what is drawn inside; None draws on from where they are.
+    Raises:
+        RuntimeError: the first update would not be on-policy.
     """
-    before = random_state()
-    try:
-        if seed is not None:
-            set_seed(seed)
-        yield
-    finally:
-        restore_random_state(before)
+    fresh_reference = trainer.reference
+    if trainer.state.optimizer_step or (fresh_reference is not None and fresh_reference.is_given):
+        fresh_reference = None
+    with explain_out_of_memory("the self-check", trainer.config):
+        check_on_policy(
+            trainer.prompts,
+            trainer.config,
+            model=trainer.model,
+            engine=trainer.engine,
+            sampling=trainer.sampling,
+            fresh_reference=fresh_reference,
+        )
+    for sentence in [*odd_options(trainer.config), *busy_cpu(trainer.device)]:
+        trainer.say(sentence, "yellow")
 
 
 def check_on_policy(

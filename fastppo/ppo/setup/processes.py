@@ -18,10 +18,10 @@ def check_processes(config: PPOConfig, count: int) -> None:
         raise ValueError(f"{count} processes: async_steps=1 is for one process; use 0")
     if config.rollout == "server":
         raise ValueError(f"{count} processes: rollout=server is for one process; use vllm")
-    if config.optimizer == "adamw8bit":
+    if config.optimizer != "adamw":
         raise ValueError(
-            f"{count} processes: the moments of optimizer=adamw8bit cannot be sharded; use "
-            "optimizer=adamw"
+            f"{count} processes shard the optimizer's state, so optimizer must be adamw, got "
+            f"{config.optimizer}"
         )
     if config.precision == "fp16":
         raise ValueError(

@@ -41,7 +41,6 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate to bound"),
         (K3_BY_RATIO | {"objective": "gspo"}, "needs the ratios of tokens"),
         ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision=fp16 "),
-        ({"precision": "fp16", "optimizer": "adamw8bit"}, "precision=fp16 "),
         (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision=fp16 "),
         ({"quantization": "nf4"}, "freezes the model's matrices, so lora_rank must be > 0"),
         ({"quantization": "nf4", "lora_rank": 4, "value_model": "critic"}, "value_model shared or"),

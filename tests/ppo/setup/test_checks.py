@@ -17,6 +17,7 @@ from fastppo.ppo.setup.checks import (
     CHECKED_TOKENS,
     check_on_policy,
     rounding_tolerance,
+    self_check,
 )
 from runs import Watched, make_trainer
 
@@ -30,7 +31,7 @@ def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> No
     with torch.no_grad(), trainer.reference.loaded() as reference:
         reference.head.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="fresh reference's logprobs differ"):
-        trainer.self_check(trainer.prompts)
+        self_check(trainer)
 
 
 def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_pat
         torch.manual_seed(seed)
         trainer.prompts.token_ids[:CHECKED_PROMPTS] = [[5 + seed, 9, 4], [7], [8, 3, 6, 12], [2]]
         state = torch.get_rng_state()
-        trainer.self_check(trainer.prompts)
+        self_check(trainer)
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -117,7 +118,7 @@ def test_a_real_mistake_is_refused_under_bf16_too(
 
     trainer.engine = Watched(trainer.engine, mistake_them)
     with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
-        trainer.self_check(trainer.prompts)
+        self_check(trainer)
 
 
 def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path: Path) -> None:
@@ -130,10 +131,10 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
         rollout.sampler_logprobs = [logprobs + added for logprobs in rollout.sampler_logprobs]
 
     trainer.engine = Watched(trainer.engine, process)
-    trainer.self_check(trainer.prompts)
+    self_check(trainer)
     added = -9.0
     with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
-        trainer.self_check(trainer.prompts)
+        self_check(trainer)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,6 @@ def test_options_that_are_legal_and_odd_are_told(
     for chosen in ({}, options):
         console = Console(file=io.StringIO(), width=200)
         trainer = make_trainer(tmp_path, console=console, **chosen)
-        trainer.self_check(trainer.prompts)
+        self_check(trainer)
         told.append(sentence in console.file.getvalue())
     assert told == [False, True]
