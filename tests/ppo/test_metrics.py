@@ -115,7 +115,7 @@ def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
 
 def test_the_timer_tells_each_phase_and_tokens_per_second_of_all() -> None:
     begun: list[str] = []
-    timer = PhaseTimer(before=begun.append)
+    timer = PhaseTimer(PPOConfig(), begun.append)
     for phase in ("generate", "update"):
         with timer(phase):
             assert phase == begun[-1]

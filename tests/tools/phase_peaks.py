@@ -116,7 +116,7 @@ def measured(config: PPOConfig) -> Measured:
         )
         assert trainer.prompts is not None
         for _ in range(2):  # the optimiser's states are there from the second rollout on
-            trainer.iterate(trainer.prompts, config, RecordedPhases())
+            trainer.iterate(trainer.prompts, config, RecordedPhases(config))
     return Measured(_peaks(profiled), _parts(trainer))
 
 
