@@ -27,6 +27,7 @@ from fastppo.ppo.metrics import (
     response_metrics,
     sample_records,
 )
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.reward import Scored
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
