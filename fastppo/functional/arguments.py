@@ -1,8 +1,8 @@
-"""The checks of the public functions' arguments, and the records that they are put into.
+"""Check the public functions' arguments and put them into records.
 
-Wrong input is refused before any work starts, with the argument's name, what it got and what it
-wants. What passes is put into the records of `fastppo_kernels.records`, flat, one entry per token,
-in the accumulation dtype; from there on nothing is checked again.
+Wrong input raises an error before any work starts, with the argument's name, the value found and
+the value expected. The result is in the records of `fastppo_kernels.records`: flat, one entry per
+token, in the accumulation dtype. Nothing is checked again after that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from typing import Any, NamedTuple
 
 import torch
 from fastppo_kernels import records
@@ -40,7 +41,6 @@ from fastppo.functional.scalars import (
 )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FP32_MAX = torch.finfo(torch.float32).max
 NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 OBJECTIVES = (*records.POLICY_TERMS, "gspo")
@@ -48,7 +48,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "toke
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")
 
-# ---------------------------------------------------------------------------- one value at a time
+# ------------------------------------------------------------------------------- single arguments
 
 
 def tensor(
@@ -60,22 +60,18 @@ def tensor(
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     wants: str = "",
 ) -> Tensor:
-    """`value` as a Tensor of the given shape, device (that of `like`) and one of `dtypes`."""
+    """Check a tensor's shape, its device (that of `like`) and its dtype (one of `dtypes`)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if hasattr(value, "full_tensor"):
-        # A sharded tensor would be read as the part of it that this rank holds. `full_tensor()`
-        # alone takes its gradient for replicated: each rank would keep its own rows' part of a
-        # gradient that is the sum over all ranks.
+        # The local part would be read. `full_tensor()` alone treats its gradient as replicated:
+        # each rank would keep only its own rows' part of the sum.
         raise TypeError(
             f"{name} must be a plain tensor, got a DTensor, of which each rank holds a part: "
             "call the loss inside the wrapped model's forward, where FSDP has gathered it, or "
-            f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial of "
+            f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial from "
             "torch.distributed.tensor: the gradient is the sum over the ranks)"
         )
-    if value.layout != torch.strided or value.is_nested:
-        kind = "a nested tensor" if value.is_nested else _short(value.layout)
-        raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if value.dtype not in dtypes:
         expected = ", ".join(_short(dtype) for dtype in dtypes)
         raise ValueError(f"{name} must be {expected}, got {_short(value.dtype)}")
@@ -90,7 +86,7 @@ def tensor(
 
 
 def check_unit_interval(name: str, x: Tensor) -> None:
-    """Refuses values outside [0, 1], where looking is free."""
+    """Check that values are in [0, 1], if reading them is free."""
     if _values_are_free(x):
         least = x.min().item()
         most = x.max().item()
@@ -99,7 +95,7 @@ def check_unit_interval(name: str, x: Tensor) -> None:
 
 
 def check_positive(name: str, x: Tensor) -> None:
-    """Refuses values that are not finite and > 0, where looking is free."""
+    """Check that values are finite and > 0, if reading them is free."""
     if _values_are_free(x):
         least = x.min().item()
         most = x.max().item()
@@ -108,13 +104,12 @@ def check_positive(name: str, x: Tensor) -> None:
 
 
 def _values_are_free(x: Tensor) -> bool:
-    """Whether values can be read for free: on a GPU the host would wait for them, and a graph of
-    torch.compile has none."""
+    """Whether values can be read without waiting for a GPU, and outside torch.compile."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
 def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, float]:
-    """(1 − ε_low, 1 + ε_high) of a number, a pair, or None (no clipping: both infinite)."""
+    """Return (1 − ε_low, 1 + ε_high) for a number, a pair, or None (infinite: no clipping)."""
     if clip_ratio is None:
         return -math.inf, math.inf
     if isinstance(clip_ratio, (tuple, list)):
@@ -128,15 +123,11 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
     number("clip_ratio", high)
     if not (low >= 0 and high >= 0):
         raise ValueError(f"clip_ratio must not be negative, got {describe(clip_ratio)}")
-    # A ratio in fp32 is never beyond its range, where torch refuses a bound.
-    lowest = 1.0 - float(low) if low <= FP32_MAX else -math.inf
-    highest = 1.0 + float(high) if high <= FP32_MAX else math.inf
-    return lowest, highest
+    return 1.0 - float(low), 1.0 + float(high)
 
 
 def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
-    """Refuses tokens outside [0, vocabulary), unless their weight is 0. Reads the tensor's values:
-    call it where that is free."""
+    """Check that tokens of non-zero weight are in [0, vocabulary). Reads the tensor's values."""
     if tokens.numel() == 0:
         return
     least, most = (int(end) for end in tokens.aminmax())
@@ -149,18 +140,18 @@ def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None)
 
 
 def choose_backend(backend: str, x: Tensor) -> str:
-    """The backend, "triton", "cpu" or "torch", that runs an operation on `x`.
+    """Return the backend for `x`: "triton", "cpu" or "torch".
 
-    For an AMD GPU the Triton kernels compile and have not been run: "triton" asks for them there,
-    and "auto" is "torch".
+    On AMD GPUs the Triton kernels compile but have not been run: "auto" is "torch" there, and
+    "triton" must be requested.
 
     Raises:
-        ValueError: "triton" where it cannot run: fp64, or a CPU without the interpreter; "cpu" for
-            tensors of another device.
+        ValueError: "triton" for fp64, or for CPU tensors without the interpreter; "cpu" for tensors
+            on another device.
     """
     choice("backend", backend, BACKENDS)
     if backend == "auto":
-        # An AMD GPU's tensors are "cuda" too.
+        # Tensors on an AMD GPU are "cuda" too.
         is_nvidia = x.is_cuda and torch.version.hip is None
         runs = is_nvidia and x.dtype != torch.float64
         if runs and HAS_TRITON:
@@ -181,7 +172,7 @@ def choose_backend(backend: str, x: Tensor) -> str:
     return backend
 
 
-# ------------------------------------------------------------------------------ weights of tokens
+# ---------------------------------------------------------------------------------- token weights
 
 
 def aggregation_weights(
@@ -191,7 +182,7 @@ def aggregation_weights(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weight w_t of each token, so that `loss = Σ w_t · token_loss_t`.
+    """Return the weight w_t of each token, for `loss = Σ w_t · token_loss_t`.
 
     | aggregation           | w_t                  | default denominator D              |
     |-----------------------|----------------------|------------------------------------|
@@ -200,30 +191,30 @@ def aggregation_weights(
     | `seq-mean-token-sum`  | mask / D             | sequences with at least one token  |
     | `token-sum`           | mask / D             | 1                                  |
 
-    Pass the *global* denominator (of all microbatches and ranks), and the loss does not depend on
-    how the batch is split.
+    With the *global* denominator (over all microbatches and ranks) the loss does not depend on how
+    the batch is split.
 
     Args:
-        mask: (...) bool; for the seq modes its last axis runs along a sequence, (..., T).
-        denominator: a number > 0 or a 0-d tensor that replaces the default.
-        dtype: fp32, or fp64 for a loss in fp64: 1/D rounded to fp32 is off by 3e-8.
+        mask: (...) bool; (..., T), with sequences along the last axis, for the seq modes.
+        denominator: a number > 0 or a 0-d tensor, in place of the default.
+        dtype: fp32, or fp64 for a loss in fp64, because 1/D in fp32 is off by 3e-8.
 
     Returns:
-        (...) of `dtype`, 0 where masked; all 0 if nothing is unmasked.
+        (...) of `dtype`, 0 where masked; all 0 if everything is masked.
 
     Raises:
-        ValueError, TypeError: a mask that is not bool, an unknown mode, a denominator that is not
-            positive or not 0-d; a seq mode without an axis of sequences.
+        ValueError, TypeError: a mask that is not bool, an unknown aggregation, a denominator that
+            is not positive or not 0-d, or a seq mode without an axis of sequences.
     """
     choice("aggregation", aggregation, AGGREGATIONS)
     tensor("mask", mask, dtypes=(torch.bool,))
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+    if dtype not in FLOATS:
         raise TypeError(f"dtype must be a floating dtype of torch, got {describe(dtype)}")
     if isinstance(denominator, Tensor):
         tensor("denominator", denominator, shape=(), dtypes=NUMBERS)
         if denominator.device.type not in (mask.device.type, "cpu"):
             raise ValueError(
-                f"denominator must be on {mask.device} as mask is, got {denominator.device}"
+                f"denominator must be on {mask.device} like the mask, got {denominator.device}"
             )
         denominator = denominator.detach()
         check_positive("denominator", denominator)
@@ -257,8 +248,7 @@ def token_weights(
     shape: torch.Size,
     like: Tensor,
 ) -> Tensor:
-    """(...) in the accumulation dtype of `like`, 0 where masked; of `weights`, where given, in
-    place of aggregation and denominator."""
+    """Return the weights (...) in the accumulation dtype of `like`, 0 where masked."""
     if mask is not None:
         tensor("mask", mask, shape=shape, like=like, dtypes=(torch.bool,))
     wide = accumulation_dtype(like.dtype)
@@ -269,7 +259,7 @@ def token_weights(
     choice("aggregation", aggregation, AGGREGATIONS)
     if denominator is not None or aggregation != "token-mean":
         raise ValueError(
-            "aggregation and denominator must be left out where weights replace them, got "
+            "weights replace aggregation and denominator, which must be left out, got "
             f"aggregation={aggregation!r} and denominator={describe(denominator)}"
         )
     tensor("weights", weights, shape=shape, like=like)
@@ -277,11 +267,11 @@ def token_weights(
     return weights if mask is None else torch.where(mask, weights, 0.0)
 
 
-# ---------------------------------------------------------------------------- records of arguments
+# ------------------------------------------------------------------------------ operands of losses
 
 
 def rows_view(name: str, logits: Tensor) -> Tensor:
-    """[N, V] where the leading axes collapse without a copy, [B, T, V] where they do not."""
+    """Return [N, V], or [B, T, V] if the leading axes do not collapse without a copy."""
     tensor(name, logits)
     if logits.dim() < 2:
         raise ValueError(f"{name} must be (..., V) with at least 2 axes, got {list(logits.shape)}")
@@ -297,7 +287,7 @@ def rows_view(name: str, logits: Tensor) -> Tensor:
 
 
 def token_ids(tokens: Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """[N] of (...) int64."""
+    """Return the tokens (...) int64 as [N]."""
     tensor("tokens", tokens, shape=shape, like=like, dtypes=(torch.int64,))
     return tokens.reshape(-1)
 
@@ -315,8 +305,7 @@ def softmax(
     like: Tensor,
     counted: Tensor | None = None,
 ) -> Softmax:
-    """`counted`: (...) bool, the tokens whose temperatures are checked; the others may hold
-    anything. None: all."""
+    """Check the softmax's arguments. Temperatures are checked where `counted` (...) is True."""
     at_least("logit_scale", logit_scale, 0.0, strictly=True)
     finite("logit_scale", logit_scale)
     if softcap is not None:
@@ -338,23 +327,129 @@ def softmax(
     return Softmax(1.0, temperatures, float(logit_scale), softcap)
 
 
-def objective(
+class LossOperands(NamedTuple):
+    """The checked keywords of `ppo_loss` and `linear_ppo_loss`.
+
+    objective_name: the `objective` keyword. shape: that of the tokens.
+    sequence_starts: [B + 1] for "gspo", otherwise None.
+    """
+
+    per_token: PerToken
+    objective: Objective
+    softmax: Softmax
+    objective_name: str
+    shape: torch.Size
+    sequence_starts: Tensor | None
+    backend: str
+
+    def with_per_token(self, **changes: Tensor) -> LossOperands:
+        """Replace tensors of `per_token`."""
+        return self._replace(per_token=self.per_token._replace(**changes))
+
+
+def loss_operands(
     *,
-    name: str,
-    sapo_tau: tuple[float, float] | None,
+    like: Tensor,
+    shape: torch.Size,
+    has_ref: bool,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    objective: str,
     clip_ratio: float | tuple[float, float] | None,
     dual_clip: float | None,
+    sapo_tau: tuple[float, float] | None,
+    cu_seqlens: Tensor | None,
+    ref_logprobs: Tensor | None,
+    kl_coef: float,
+    kl_estimator: str,
+    kl_ratio_weighted: bool,
+    entropy_coef: float,
+    temperature: float | Tensor,
+    importance_weights: Tensor | None,
+    aggregation: str,
+    denominator: float | Tensor | None,
+    weights: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    backend: str,
+) -> LossOperands:
+    """Check the keywords that the losses share, and put them into records.
+
+    Args:
+        like: the logits or hidden states. shape: that of the tokens.
+        has_ref: the reference's logits, or its hidden states and head, are given.
+        The other arguments are those of `ppo_loss`.
+    """
+    checked_objective = _objective(
+        name=objective,
+        clip_ratio=clip_ratio,
+        dual_clip=dual_clip,
+        sapo_tau=sapo_tau,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
+        entropy_coef=entropy_coef,
+        has_ref_logprobs=ref_logprobs is not None,
+        has_ref=has_ref,
+    )
+    weights = token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=like,
+    )
+    wide = accumulation_dtype(like.dtype)
+
+    def flat(name: str, value: Any) -> Tensor:
+        tensor(name, value, shape=shape, like=like, wants="one per token")
+        return value.detach().to(wide).reshape(-1)
+
+    per_token = PerToken(
+        tokens=token_ids(tokens, shape, like),
+        old_logprobs=flat("old_logprobs", old_logprobs),
+        advantages=flat("advantages", advantages),
+        weights=weights.reshape(-1),
+        importance_weights=(
+            None if importance_weights is None else flat("importance_weights", importance_weights)
+        ),
+        ref_logprobs=None if ref_logprobs is None else flat("ref_logprobs", ref_logprobs),
+    )
+    return LossOperands(
+        per_token=per_token,
+        objective=checked_objective,
+        softmax=softmax(
+            temperature, logit_scale, softcap, shape=shape, like=like, counted=weights != 0
+        ),
+        objective_name=objective,
+        shape=shape,
+        sequence_starts=_sequence_starts(cu_seqlens, objective, shape=shape, like=like),
+        backend=choose_backend(backend, like),
+    )
+
+
+def _objective(
+    *,
+    name: str,
+    clip_ratio: float | tuple[float, float] | None,
+    dual_clip: float | None,
+    sapo_tau: tuple[float, float] | None,
     kl_coef: float,
     kl_estimator: str,
     kl_ratio_weighted: bool,
     entropy_coef: float,
     has_ref_logprobs: bool,
-    has_ref_logits: bool,
+    has_ref: bool,
 ) -> Objective:
-    """`has_ref_logits`: the reference's logits, or what they are formed from, are there."""
+    """Check the scalars of the loss."""
     choice("objective", name, OBJECTIVES)
     if dual_clip is not None and name not in CLIPPED_SURROGATES:
-        raise ValueError(f"dual_clip bounds a clipped surrogate, which objective={name!r} is not")
+        raise ValueError(
+            f"dual_clip needs objective={' or '.join(map(repr, CLIPPED_SURROGATES))}, got {name!r}"
+        )
     if sapo_tau is not None and name != "sapo":
         raise ValueError(f"sapo_tau needs objective='sapo', got {name!r}")
     tau_positive: float | None = None
@@ -365,12 +460,12 @@ def objective(
     choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     finite("kl_coef", kl_coef)
     finite("entropy_coef", entropy_coef)
-    if kl_coef and kl_estimator == "full" and not has_ref_logits:
+    if kl_coef and kl_estimator == "full" and not has_ref:
         raise ValueError(
             "kl_estimator='full' needs ref_logits (ref_hidden and ref_weight in linear_ppo_loss), "
             "got None"
         )
-    if kl_coef and not has_ref_logprobs and not has_ref_logits:
+    if kl_coef and not has_ref_logprobs and not has_ref:
         raise ValueError(
             f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs, got None"
         )
@@ -381,11 +476,11 @@ def objective(
                 f"unbiased, got {kl_estimator!r}"
             )
         if not kl_coef:
-            raise ValueError("kl_ratio_weighted=True needs a kl_coef that is not 0, got 0")
+            raise ValueError("kl_ratio_weighted=True needs a kl_coef other than 0, got 0")
         if name == "gspo":
             raise ValueError(
-                "kl_ratio_weighted=True needs the ratios of tokens, and objective='gspo' has those "
-                "of sequences"
+                "kl_ratio_weighted=True needs token ratios, got objective='gspo' with sequence "
+                "ratios"
             )
     lowest_ratio, highest_ratio = clip_range(clip_ratio)
     return Objective(
@@ -402,18 +497,16 @@ def objective(
     )
 
 
-def sequence_starts(
+def _sequence_starts(
     cu_seqlens: Tensor | None, objective: str, *, shape: torch.Size, like: Tensor
 ) -> Tensor | None:
-    """[B + 1], where each sequence of the flattened tokens (...) begins, and N; None for an
-    objective that reads none. Without `cu_seqlens` the last axis runs along a sequence."""
+    """Return [B + 1], the start of each sequence in the flattened tokens, and N, for "gspo"."""
     if objective != "gspo":
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens needs objective='gspo', got {objective!r}")
         return None
-    count = shape.numel()
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, count, like=like)
+        check_cu_seqlens(cu_seqlens, shape.numel(), like=like)
         return cu_seqlens
     if len(shape) < 2:
         raise ValueError(
@@ -424,40 +517,8 @@ def sequence_starts(
     return starts * shape[-1]
 
 
-def per_token(
-    *,
-    tokens: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    importance_weights: Tensor | None,
-    ref_logprobs: Tensor | None,
-    shape: torch.Size,
-    like: Tensor,
-) -> PerToken:
-    """The operands of the loss, given as (...) each, checked and flat; `weights` are those of
-    `token_weights`."""
-    wide = accumulation_dtype(like.dtype)
-
-    def flat(name: str, value: Tensor) -> Tensor:
-        tensor(name, value, shape=shape, like=like, wants="one per token")
-        return value.detach().to(wide).reshape(-1)
-
-    def flat_if_given(name: str, value: Tensor | None) -> Tensor | None:
-        return None if value is None else flat(name, value)
-
-    return PerToken(
-        tokens=token_ids(tokens, shape, like),
-        old_logprobs=flat("old_logprobs", old_logprobs),
-        advantages=flat("advantages", advantages),
-        weights=weights.reshape(-1),
-        importance_weights=flat_if_given("importance_weights", importance_weights),
-        ref_logprobs=flat_if_given("ref_logprobs", ref_logprobs),
-    )
-
-
 def projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Projection:
-    """The lm-head, and the hidden states as [N, H]."""
+    """Check the lm-head, and return it with the hidden states as [N, H]."""
     tensor("hidden", hidden)
     tensor("weight", weight, like=hidden)
     if hidden.dim() < 2:
@@ -472,7 +533,7 @@ def projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Projectio
     for name, part in (("weight", weight), ("bias", bias)):
         if part is not None and (part.dtype == torch.float64) != (hidden.dtype == torch.float64):
             raise ValueError(
-                f"{name} must be float64 if hidden is, and only then, got {name} in "
+                f"{name} and hidden must both be float64 or neither, got {name} in "
                 f"{_short(part.dtype)} and hidden in {_short(hidden.dtype)}"
             )
     return Projection(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
@@ -484,12 +545,11 @@ def gradients_wanted(parts: Projection) -> GradientsWanted:
 
 
 def gemm(chunk_size: int | None, hidden: Tensor) -> Gemm:
-    """How the logits of `hidden` are formed: under autocast in its dtype."""
+    """Check the chunk size, and choose the GEMMs' dtype: under autocast, the autocast dtype."""
     if chunk_size is not None:
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
-        if not 1 <= chunk_size < 2**63:
-            raise ValueError(f"chunk_size must be >= 1 and below 2^63, got {describe(chunk_size)}")
+        at_least("chunk_size", chunk_size, 1)
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -504,10 +564,10 @@ def ref_projection(
     hidden: Tensor,
     weight: Tensor,
 ) -> Projection | None:
-    """The reference's head, whose width may differ from the policy's, without gradient."""
+    """Check the reference's head, of any width H', and detach it."""
     if (ref_hidden is None) != (ref_weight is None):
         alone = "ref_hidden" if ref_weight is None else "ref_weight"
-        raise ValueError(f"ref_hidden and ref_weight must both be passed, got {alone} alone")
+        raise ValueError(f"ref_hidden and ref_weight must be passed together, got only {alone}")
     if ref_bias is not None and ref_weight is None:
         raise ValueError("ref_bias needs ref_hidden and ref_weight, got None")
     if ref_hidden is None or ref_weight is None:
@@ -528,7 +588,7 @@ def ref_projection(
     )
 
 
-def _short(dtype: torch.dtype | torch.layout) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -544,7 +604,7 @@ def trajectory(
     bootstrap: Tensor | None,
     rewards_name: str = "rewards",
 ) -> tuple[Trajectory, int]:
-    """(the trajectory without gradients, its number of sequences B)."""
+    """Return the detached trajectory and its number of sequences B."""
     batch = _sequences(values, mask, cu_seqlens)
     if rewards is not None:
         rewards = tensor(rewards_name, rewards, shape=values.shape, like=values).detach()
@@ -554,14 +614,14 @@ def trajectory(
 
 
 def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> int:
-    """Number of sequences B; refuses shapes that do not fit the layout."""
+    """Check the layout, and return the number of sequences B."""
     tensor("values", values)
     if mask is not None:
         tensor("mask", mask, shape=values.shape, like=values, dtypes=(torch.bool,))
     if cu_seqlens is None:
         if values.dim() != 2:
             raise ValueError(
-                f"values must be [B, T], or packed [total] with cu_seqlens, "
+                "values must be [B, T], or packed [total] with cu_seqlens, "
                 f"got {list(values.shape)}"
             )
         return values.shape[0]
@@ -572,7 +632,7 @@ def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, count: int, *, like: Tensor) -> None:
-    """Refuses what does not say where sequences begin among `count` packed tokens."""
+    """Check the starts of the sequences in `count` packed tokens."""
     tensor("cu_seqlens", cu_seqlens, like=like, dtypes=(torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
@@ -587,7 +647,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, count: int, *, like: Tensor) -> None:
 
 
 def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: Tensor) -> Discounts:
-    """γ and λ, each a number in [0, 1] or [B], one per sequence, checked."""
+    """Check γ and λ, each a number in [0, 1] or [B], one per sequence."""
     per_sequence = {}
     for name, value in (("gamma", gamma), ("lam", lam)):
         if isinstance(value, Tensor):

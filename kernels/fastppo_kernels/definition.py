@@ -1,7 +1,8 @@
-"""What every operation is, in plain PyTorch, to be read: the specification.
+"""The specification: every operation in plain PyTorch, written to be read.
 
-No chunks, no buffers, no gradient by hand: autograd differentiates it. Backends and kernels, whose
-names, operands and results are these, are compared with it in fp64, it with the papers' formulas.
+There are no chunks, buffers or hand-written gradients: autograd differentiates the code. The
+backends have the same names, operands and results, and are compared with it in fp64. It is compared
+with the papers' formulas.
 
     logprob = log p_y                        p = softmax(z/T), z the scaled and capped logits
     entropy = −Σ_j p_j log p_j
@@ -11,9 +12,9 @@ names, operands and results are these, are compared with it in fp64, it with the
                           + kl_coef·KL − entropy_coef·entropy )     KL, or ratio·KL
     policy  = −min(ratio·A, clip(ratio)·A), or another `policy_term`
 
-Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the estimators of the KL);
-Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip); of the other
-policy terms `policy_term` says them.
+Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the KL estimators); Ziegler et
+al. 2019 (shaped rewards, whitening); Ye et al. 2020 (dual clip); for other policy terms see
+`policy_term`.
 """
 
 from __future__ import annotations
@@ -29,24 +30,29 @@ from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken
 
 
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """(z/T [N, V] in the accumulation dtype, row maximum: of x, or of the soft-cap's tanh)."""
+    """Return ((z − max z)/T [N, V] in the accumulation dtype, row maximum [N]).
+
+    The maximum is that of the logits or, with a soft-cap, of tanh(z/softcap). Shifting comes before
+    scaling: rounding z/T at an offset of 900 would cost 1e-4 nats in fp32.
+    """
     x = logits.flatten(0, -2).to(records.accumulation_dtype(logits.dtype))
-    row_max = x.amax(-1)
-    z = softmax.logit_scale * x
+    factor = softmax.logit_scale
     if softmax.softcap is not None:
-        z = torch.tanh(z / softmax.softcap)
-        row_max = z.amax(-1)
-        z = softmax.softcap * z
+        x = torch.tanh(softmax.logit_scale * x / softmax.softcap)
+        factor = softmax.softcap
+    row_max = x.detach().amax(-1)
+    shift = row_max.masked_fill(row_max == -torch.inf, 0.0)
+    t = factor * (x - shift.unsqueeze(-1))
     if softmax.temperatures is not None:
-        return z / softmax.temperatures.unsqueeze(-1), row_max
-    return z / softmax.temperature, row_max
+        return t / softmax.temperatures.unsqueeze(-1), row_max
+    return t / softmax.temperature, row_max
 
 
 def log_softmax(logits: Tensor, softmax: Softmax) -> Tensor:
-    """log p [N, V]. Of a token that is ruled out it is LOWEST, and p is 0.
+    """Return log p [N, V]; LOWEST for ruled-out tokens, whose p is 0.
 
-    Autograd gives that logprob no gradient, for it is a clamp's; the kernels give it [j = y] − p_j,
-    as any other token's.
+    The clamp gives a ruled-out token's logprob no gradient. The kernels give it [j = y] − p_j like
+    any other.
     """
     return torch.log_softmax(scores(logits, softmax)[0], -1).clamp(min=LOWEST)
 
@@ -56,10 +62,12 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Infinite where the reference rules out a token that the policy does not: without gradient
-    here; in the kernels, if its coefficient is not 0, with an infinite one, so that it is seen. A
-    reference row that is not finite leaves no row of the kernels' gradient finite either, but which
-    of its entries are NaN and which infinite is not defined."""
+    """Σ p (log p − log q); infinite if the reference rules out a token that the policy does not.
+
+    An infinite KL has no gradient here. The kernels' gradient is then infinite if its coefficient
+    is not 0, to be visible. For a reference row that is not finite, which entries of the kernels'
+    gradient are NaN and which infinite is undefined.
+    """
     p = log_p.exp()
     ruled_out = ((p > 0) & (log_q <= LOWEST)).any(-1)
     return (p * (log_p - log_q)).sum(-1).masked_fill(ruled_out, math.inf)
@@ -73,18 +81,19 @@ def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
 
 
 def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
-    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}), −inf both of a row of −inf alone, NaN
-    both of a row with NaN."""
-    z, row_max = scores(logits, softmax)
-    top = z.amax(-1, keepdim=True)
-    log_sum = torch.logsumexp(z - top.masked_fill(top == -torch.inf, 0.0), -1)
+    """Return [N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}).
+
+    Both are −inf for a row of −inf only, and NaN for a row with NaN.
+    """
+    t, row_max = scores(logits, softmax)
+    log_sum = torch.logsumexp(t, -1)
     return torch.stack([row_max, log_sum], -1).detach()
 
 
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> records.StatsRows:
-    """The statistics of logits [N, V] or [B, T, V], all rows of which count; differentiable."""
+    """Return the statistics of logits [N, V] or [B, T, V], differentiable in the logits."""
     log_p = log_softmax(logits, softmax)
     normalizers = normalizer(logits, softmax)
     column = tokens[:, None]
@@ -116,15 +125,14 @@ def token_stats(
 def policy_term(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: Objective
 ) -> Tensor:
-    """What is minimised of each token [N], differentiable in its logprob:
+    """Return the minimised term of each token [N], differentiable in its logprob:
 
         clip    −min(ratio·A, clip(ratio)·A)                        Schulman et al. 2017, eq. 7
         cispo   −[clip(ratio)]·A·logprob                            MiniMax 2025 (MiniMax-M1)
         sapo    −4/τ·sigmoid(τ·(ratio − 1))·A                       Gao et al. 2025 (SAPO)
         dis     −[ratio inside the range, 0 outside]·A·logprob      Hou et al. 2026 (SAO), eq. 1
 
-    What stands in brackets has no gradient. At a ratio of 1 the gradient of each is that of
-    −ratio·A.
+    Terms in brackets are detached. At a ratio of 1 all gradients equal that of −ratio·A.
     """
     lowest = objective.lowest_ratio
     highest = objective.highest_ratio
@@ -151,20 +159,21 @@ def policy_term(
 def sequence_ratio_logprobs(
     logprobs: Tensor, old_logprobs: Tensor, counted: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """What GSPO has in the place of the old logprobs, [N], without gradient.
+    """Return GSPO's replacement of the old logprobs [N], detached.
 
-    With it the ratio of a token is that of its sequence, the exponential of the mean of
-    logprob − old_logprob over the sequence's tokens that count, and a token's loss has its gradient
-    by its own logprob alone. Source: Zheng et al. 2025 (GSPO), eq. 14, GSPO-token; where all tokens
-    of a sequence have one advantage and one weight, its gradient is that of eq. 5, GSPO.
+    With it a token's ratio is that of its sequence: the exponential of the mean of
+    logprob − old_logprob over the sequence's counted tokens. A token's loss has a gradient only by
+    its own logprob. Source: Zheng et al. 2025 (GSPO), eq. 14, GSPO-token; if all tokens of a
+    sequence have one advantage and weight, its gradient equals that of eq. 5, GSPO.
 
     Args:
-        counted: [N] bool; cu_seqlens: [B + 1], where each sequence begins, and N.
+        counted: [N] bool.
+        cu_seqlens: [B + 1], the start of each sequence, and N.
     """
     logprobs = logprobs.detach()
     log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
     lengths = cu_seqlens.diff()
-    # `unsafe` leaves out a look at the lengths, for which the host would wait.
+    # `unsafe` skips a check of the lengths that would make the host wait.
     total = torch.segment_reduce(log_ratio, "sum", lengths=lengths, unsafe=True)
     count = torch.segment_reduce(counted.to(total.dtype), "sum", lengths=lengths, unsafe=True)
     mean = total / count.clamp(min=1)
@@ -178,10 +187,10 @@ def loss_of_statistics(
     per_token: PerToken,
     objective: Objective,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, differentiable in the statistics [N]; `SUMS` and KL [N] without gradient).
+    """Return (loss, differentiable in the statistics [N]; `Sums`; KL [N], detached).
 
-    Tokens of weight 0 are cut out: they add nothing, whatever their entries are. `kl` is the full
-    one; the estimators are formed here.
+    Tokens of weight 0 are cut out, whatever their entries. `kl` is the full KL; the sampled
+    estimators are computed here.
     """
     counted = per_token.weights != 0
     t = per_token.where(counted)
@@ -196,7 +205,7 @@ def loss_of_statistics(
         if t.ref_logprobs is not None:
             kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
     kl = torch.zeros_like(logprobs) if kl is None else torch.where(counted, kl, 0.0)
-    # A KL that is only reported may be infinite.
+    # A KL that is only reported may be infinite, and 0·inf is NaN.
     penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
     penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
     total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
@@ -226,7 +235,7 @@ def loss_of_statistics(
 def loss(
     logits: Tensor, per_token: PerToken, objective: Objective, softmax: Softmax, ref: Tensor | None
 ) -> tuple[Tensor, records.PPORows]:
-    """(loss, differentiable in the logits; its rows, without gradient). Weight 0 cuts a row out."""
+    """Return (loss, differentiable in the logits; its rows, detached) without rows of weight 0."""
     counted = per_token.weights != 0
     t = per_token.at(counted)
     softmax = softmax.at(counted)
@@ -257,7 +266,7 @@ def ppo_loss(
     *,
     ref_logits: Tensor | None = None,
 ) -> records.PPORows:
-    """The loss of logits [N, V] or [B, T, V], with its gradient."""
+    """Return the loss of logits [N, V] or [B, T, V] and its gradient."""
     x = logits.detach().requires_grad_()
     total, rows = loss(x, per_token, objective, softmax, ref_logits)
     return rows._replace(grad=torch.autograd.grad(total, x)[0])
@@ -276,7 +285,7 @@ def linear_ppo_loss(
     *,
     ref_projection: records.Projection | None = None,
 ) -> records.LinearPPORows:
-    """`ppo_loss` of the projected logits, with the gradients of hidden states, weight and bias."""
+    """`ppo_loss` of the projected logits, with gradients of hidden states, weight and bias."""
     ref = None if ref_projection is None else logits_of(ref_projection)
     bias = projection.bias
     leaves = records.Projection(
@@ -309,7 +318,7 @@ def linear_token_stats(
 
 
 def responses(trajectory: records.Trajectory) -> Iterator[list[int]]:
-    """The tokens of each sequence that count, as indices into the flattened batch."""
+    """Yield the counted tokens of each sequence, as indices into the flattened batch."""
     values = trajectory.token_values
     ends = trajectory.cu_seqlens
     counted = torch.ones_like(values) if trajectory.mask is None else trajectory.mask
@@ -319,11 +328,11 @@ def responses(trajectory: records.Trajectory) -> Iterator[list[int]]:
 
 
 def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records.Gae:
-    """(advantages, returns), from the last token of each sequence to its first:
+    """Return (advantages, returns), computed from the last token of each sequence to its first:
 
         δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
 
-    "next" is the next token that counts; after the last one comes `bootstrap`, else 0.
+    "next" is the next counted token; after the last one V_next is `bootstrap`, or 0.
     """
     values = trajectory.token_values
     rewards = trajectory.token_rewards
@@ -348,7 +357,7 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
 def shaped_advantages(
     trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
 ) -> records.ShapedAdvantages:
-    """Rewards −kl_coef·KL_t and the score on a response's last token, then GAE; not whitened."""
+    """GAE of the rewards −kl_coef·KL_t plus the score on the last token; not whitened."""
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
         kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
@@ -365,7 +374,7 @@ def shaped_advantages(
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(count, Σx, Σx²) over the mask, fp64 [3]."""
+    """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
     x = (x if mask is None else x[mask]).double()
     return torch.stack([torch.ones_like(x).sum(), x.sum(), (x**2).sum()])
 

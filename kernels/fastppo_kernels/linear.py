@@ -1,35 +1,33 @@
-"""PPO's loss and the tokens' statistics from hidden states and the lm-head: one chunk loop.
+"""PPO's loss and the tokens' statistics from hidden states and the lm-head, in chunks of rows.
 
 The operations are those of `fastppo_kernels.definition` under the same names, for all backends.
-For a chunk of rows, X [n, H], and the head W [V, H]:
+For a chunk of rows X [n, H], and the head W [V, H]:
 
-    Z  = X Wᵀ + b             into a buffer [n, V] that every chunk uses again
-    G  = dL/dZ                the backend's rows, in place: the buffer now holds the gradient
+    Z  = X Wᵀ + b             into one reused buffer [n, V]
+    G  = dL/dZ                the backend's row functions, in place
     dX = G W                  into the chunk's rows of dX
     dW += Gᵀ X,  db += Σ G    in fp32, cast once after the last chunk
 
-PPO's loss is a weighted sum whose weights are known beforehand, so G is known as soon as a row's
-softmax is, and nothing is formed twice: 6·N·H·V FLOP. A loss that forms Z again in a backward pass
-takes 8·N·H·V. Bytes besides the GEMMs' operands, for b bytes per logit: N·V·b written by the
-first GEMM, 2·N·V·b by the row pass, 2·N·V·b read by the last two GEMMs, and 8·H·V per chunk after
-the first for reading and writing the fp32 dW. That last term is why chunks are as large as the
-memory budget allows (`chunk_rows`); with a single chunk there is no accumulator, and dW is written
-in the weight's dtype (the GEMM accumulates in fp32 inside).
+PPO's loss is a weighted sum with known weights, so G is available as soon as a row's softmax is,
+and nothing is recomputed: 6·N·H·V FLOP. Recomputing Z in a backward pass takes 8·N·H·V. Bytes
+besides the GEMMs' operands, for b bytes per logit: the first GEMM writes N·V·b, the row pass moves
+2·N·V·b, the last two GEMMs read 2·N·V·b, and each chunk after the first moves 8·H·V for the fp32
+dW. The last term is why chunks are as large as the memory budget allows (`chunk_rows`). A single
+chunk has no
+accumulator: dW is written in the weight's dtype (the GEMM accumulates in fp32).
 
-What differs between backends and devices:
+Differences between backends and devices:
 
-    rows of weight 0       cut out before the first GEMM where the host may look at values: always
-                           on a CPU, with `compact` (one synchronisation) elsewhere. Otherwise they
-                           go through the GEMMs with a gradient of 0.
-    rows without gradient  stay out of the last two GEMMs with the CPU's loops (`chunk_ppo_loss`)
-    dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
-                           and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
-    rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
+    rows of weight 0       skipped before the first GEMM if the host may read values: always on a
+                           CPU, elsewhere with `compact` (one synchronisation). Otherwise they pass
+                           through the GEMMs with a gradient of 0.
+    rows without gradient  skip the last two GEMMs with the CPU's loops (`chunk_ppo_loss`)
+    dW in fp32             cuBLAS multiplies 16-bit matrices into fp32. A CPU has no such product
+                           and multiplies fp32 copies, `PRODUCT_COLUMNS` columns at a time.
+    buffer rows            for kernels, rows start at multiples of `ROW_ALIGNMENT` bytes
 
-Sums are added in a fixed order.
-
-What this does not do: the GEMM and the softmax are not one kernel (kernels/NOTES.md says why), and
-a GPU's rows without a gradient are not left out.
+Sums are added in a fixed order. GEMM and softmax are separate kernels (kernels/NOTES.md says why),
+and a GPU does not skip rows without a gradient.
 """
 
 from __future__ import annotations
@@ -59,46 +57,50 @@ from fastppo_kernels.records import (
 )
 
 ROW_ALIGNMENT = 128
-"""Bytes between rows of the logits' buffer: a cache line, and a multiple of the 16 bytes on which
-tensor-core GEMMs want the leading dimension. An odd vocabulary (50257) costs them no speed."""
+"""Alignment in bytes of the rows of the logits' buffer: a cache line, and a multiple of the 16
+bytes that tensor-core GEMMs need, so an odd vocabulary (50257) is as fast as an even one."""
 
 DEFAULT = Gemm()
 EVERYTHING = GradientsWanted()
 
 PRODUCT_COLUMNS = 4096
-"""Words whose share of dW a CPU forms at once: fp32 copies of 16-bit gradients take no more room
-than this many columns."""
+"""Columns of dW that a CPU computes at once, to limit the fp32 copies of 16-bit gradients."""
 
 
 class LinearBudget(NamedTuple):
-    """What decides how many rows of logits are held at once; `chunk_rows`."""
+    """Limits on the rows of logits in memory, for `chunk_rows`."""
 
-    one_chunk: int  # logits, in elements, that are formed in one chunk in any case
-    share: int  # otherwise at most one row in `share`,
-    least: int  # but no fewer rows than this,
-    least_narrow: int  # or this, where the hidden states are narrower than NARROW,
-    enough: int  # and no more than this, unless `one_chunk` has room for them
+    one_chunk: int  # up to this many logits are always one chunk
+    share: int  # beyond it, at most 1/share of the rows,
+    least: int  # but at least this many,
+    least_narrow: int  # or this many for hidden states narrower than NARROW,
+    enough: int  # and at most this many, unless `one_chunk` allows more
 
 
 LINEAR_BUDGETS = {
     "cpu": LinearBudget(one_chunk=2**23, share=4, least=384, least_narrow=384, enough=512),
     "cuda": LinearBudget(one_chunk=2**28, share=8, least=2048, least_narrow=4096, enough=4096),
 }
-"""On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
-(sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
-4·H rows of bf16 logits: 4096 rows make that small beside the GEMMs. An eighth of the rows is 12.5 %
-of the logits' memory. 2^28 logits are 512 MiB of bf16, and 2^23 are 32 MiB of fp32: fewer rows in
-one chunk instead of two take a fifth less time (64 rows; 256 rows: an eighth)."""
+"""On a CPU each GEMM packs the weight again: 256 rows at a time cost 5 % more than 1024, 64 rows 28
+% (sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
+4·H rows of bf16 logits: 4096 rows make that small next to the GEMMs. An eighth of the rows is 12.5
+% of the logits' memory. 2^28 logits are 512 MiB of bf16, 2^23 are 32 MiB of fp32: one chunk instead
+of two takes a fifth less time for 64 rows, an eighth less for 256."""
 
 NARROW = 2048
-"""The traffic of dW is some 700/rows of the time of a chunk's last GEMM (kernels/NOTES.md) whatever
-H is; but what else a chunk costs, its launches and the ends of its GEMMs, weighs more where they
-are short."""
+"""The traffic of dW takes about 700/rows of the time of a chunk's last GEMM (kernels/NOTES.md) for
+any H. The other costs of a chunk, its launches and the tails of its GEMMs, weigh more if H is
+small."""
 
 
 def accumulator_rows(weight: Tensor, dtype: torch.dtype, *, buffers: int = 1) -> int:
-    """Rows of logits, in `buffers` of `dtype`, in the memory of the fp32 accumulator that several
-    chunks need for dW and one chunk does not: 2·H for a bf16 head. A head in fp32 has none."""
+    """Return how many rows of logits fit in the memory of the fp32 accumulator of dW.
+
+    Several chunks need the accumulator and one chunk does not. For a bf16 head that is 2·H rows; an
+    fp32 head has no separate accumulator.
+
+    buffers: logits of `dtype` per row, with a reference 2.
+    """
     width = accumulation_dtype(weight.dtype).itemsize
     spared = weight.shape[1] * width if weight.dtype.itemsize < width else 0
     return spared // (buffers * dtype.itemsize)
@@ -107,12 +109,12 @@ def accumulator_rows(weight: Tensor, dtype: torch.dtype, *, buffers: int = 1) ->
 def chunk_rows(
     rows: int, vocab: int, device: torch.device, *, width: int, spared_rows: int = 0
 ) -> int:
-    """Rows of logits held at once: chunks of equal size (but for the last).
+    """Return the rows of logits in memory at once, for chunks of equal size (except the last).
 
     Args:
         width: H of the hidden states.
-        spared_rows: `accumulator_rows` where dW is wanted. On a GPU no more rows than these are
-            one chunk: it holds no more than several would, and moves less.
+        spared_rows: `accumulator_rows` if dW is needed. On a GPU up to this many rows are one
+            chunk, which takes no more memory than several would, and moves less.
     """
     budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
     spared_rows = 0 if device.type == "cpu" else spared_rows
@@ -122,12 +124,13 @@ def chunk_rows(
     most = max(budget.enough, budget.one_chunk // vocab)
     limit = min(max(math.ceil(rows / budget.share), least), most)
     chunks = max(2, math.ceil(rows / limit))
-    if device.type != "cpu":  # each as large as the least, or there is one
+    if device.type != "cpu":  # each chunk has at least `least` rows
         chunks = max(1, min(chunks, rows // least))
     return math.ceil(rows / chunks)
 
 
-# ------------------------------------------------------------------------------------ the products
+# ------------------------------------------------------------------------------------------
+# products
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -136,7 +139,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     elif a.is_cuda and out.dtype == torch.float32:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # cuBLAS widens and nothing else, torch on a CPU does not even that: rounded twice
+    else:  # cuBLAS only widens, and torch on a CPU does not even widen: rounded twice
         out.copy_(a @ b)
 
 
@@ -155,7 +158,7 @@ def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 
 class _Head:
-    """A projection's operands in the GEMMs' dtype, and the one buffer its logits are formed in."""
+    """A projection's operands in the GEMMs' dtype, and the buffer of its logits."""
 
     def __init__(
         self, projection: Projection, dtype: torch.dtype, *, buffer_rows: int, aligned: bool
@@ -167,16 +170,16 @@ class _Head:
         vocab = self.weight.shape[0]
         multiple = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
         buffer = self.weight.new_empty((buffer_rows, math.ceil(vocab / multiple) * multiple))
-        # oneDNN's bf16 products on AMX read what lies between rows, times 0: NaN would stay NaN.
+        # oneDNN's bf16 products on AMX read the padding times 0, and NaN would stay NaN.
         buffer[:, vocab:] = 0
         self.buffer = buffer[:, :vocab]
 
     def hidden_at(self, rows: Selection) -> Tensor:
-        """[n, H] hidden states."""
+        """Return the hidden states [n, H]."""
         return self.hidden[rows].to(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[n, V] of hidden states [n, H], in the buffer's first rows."""
+        """Compute the logits [n, V] of hidden states [n, H] in the buffer's first rows."""
         out = self.buffer[: x.shape[0]]
         if self.bias is None:
             return torch.mm(x, self.weight.T, out=out)
@@ -184,9 +187,9 @@ class _Head:
 
 
 class _Loop:
-    """The chunks of a batch's rows, and the heads that form their logits.
+    """The chunks of a batch's rows, and the heads that compute their logits.
 
-    `chunks` are slices, or indices where `weighted_rows` [n] names the rows that are computed.
+    `chunks` are slices, or indices if `weighted_rows` [n] selects rows.
     """
 
     def __init__(
@@ -230,10 +233,10 @@ class _Loop:
 
 
 class _Gradients:
-    """dX, dW and dbias, gathered chunk by chunk; each is None where it is not wanted.
+    """Accumulators of dX, dW and dbias; None for those not needed.
 
-    dW and dbias are accumulated in fp32 (fp64 for fp64) unless they are complete after one chunk of
-    GEMMs in the parameter's dtype. A frozen head costs no dW, frozen hidden states no dX.
+    dW and dbias are accumulated in fp32 (fp64 for fp64). dW of a single chunk is complete after one
+    GEMM in the weight's dtype. Frozen parts cost nothing.
     """
 
     def __init__(
@@ -253,9 +256,9 @@ class _Gradients:
             self.bias = torch.zeros_like(projection.bias, dtype=dtype)
 
     def add(self, rows: Selection, grad: Tensor, *, x: Tensor, head: Tensor) -> None:
-        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H].
+        """Add the contribution of `grad` [n, V], the gradient of the logits of a chunk.
 
-        `x` and the weight `head` are in the GEMMs' dtype.
+        x: the chunk's hidden states [n, H], and head: the weight, both in the GEMMs' dtype.
         """
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
@@ -292,7 +295,7 @@ class _Gradients:
         )
 
 
-# ---------------------------------------------------------------------------------- the operations
+# -------------------------------------------------------------------------------------- operations
 
 
 def ppo_loss(
@@ -307,13 +310,13 @@ def ppo_loss(
     wanted: GradientsWanted = EVERYTHING,
     compact: bool = False,
 ) -> LinearPPORows:
-    """`definition.linear_ppo_loss`, holding a chunk of the logits at a time.
+    """`definition.linear_ppo_loss` with only a chunk of the logits in memory.
 
     Args:
-        row_functions: the backend, `cpu_rows`, `triton_rows` or `torch_rows`.
-        ref_projection: the reference's, read for `kl_estimator="full"` alone.
-        wanted: the gradients to form. With none, only the first GEMM runs.
-        compact: cut rows of weight 0 out before the first GEMM, whatever the backend.
+        row_functions: the backend: `triton.rows`, `cpu.rows` or `torch.rows`.
+        ref_projection: the reference's, read only for `kl_estimator="full"`.
+        wanted: the gradients to compute. With none, only the first GEMM runs.
+        compact: skip rows of weight 0 before the first GEMM, whatever the backend.
 
     Returns:
         LinearPPORows; statistics in fp32 (fp64), gradients in the dtypes of their parameters.
@@ -361,13 +364,13 @@ def ppo_loss(
                 x = x[live]
                 index = index.start + live if isinstance(index, slice) else index[live]
             elif wanted.weight and not compact:
-                # A masked row may hold anything, and 0·NaN would reach all of dW.
+                # Masked rows may hold anything, and 0·NaN would reach all of dW.
                 x = torch.where((per_token.weights[index] != 0).unsqueeze(-1), x, 0.0)
             grads.add(index, chunk.grad, x=x, head=loop.head.weight)
-        del chunk, operands  # they hold the logits' buffer
-    if sums is None:  # no row counts
+        del chunk, operands  # which hold the logits' buffer
+    if sums is None:  # no rows of weight other than 0
         sums = logprobs.new_zeros(len(SUMS))
-    del loop  # with the logits' buffers, before dW is cast
+    del loop  # free the logits' buffers before dW is cast
     return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())
 
 
@@ -382,7 +385,7 @@ def token_stats(
 ) -> StatsRows:
     """`definition.linear_token_stats`: 2·N·H·V FLOP, and one write and one read of the logits.
 
-    A reference adds as much again, for its hidden states and head.
+    A reference costs the same again.
     """
     loop = _Loop(
         projection,
@@ -417,10 +420,10 @@ def token_stats_backward(
     gemm: Gemm = DEFAULT,
     wanted: GradientsWanted = EVERYTHING,
 ) -> ProjectionGradients:
-    """The projection's gradients from those of its statistics.
+    """Return the projection's gradients from those of its statistics.
 
-    The upstream gradients are arbitrary, so the logits are formed again, and a chunk's gradient is
-    held beside them.
+    The upstream gradients are arbitrary, so the logits are recomputed, and a chunk's gradient is
+    held next to them.
     """
     loop = _Loop(
         projection,
@@ -442,5 +445,5 @@ def token_stats_backward(
         )
         projection_grads.add(index, logits_grad, x=x, head=loop.head.weight)
         del logits_grad
-    del loop  # with the logits' buffers, before dW is cast
+    del loop  # free the logits' buffers before dW is cast
     return projection_grads.finished()

@@ -1,10 +1,9 @@
-"""What travels: the operands of the loss, of its softmax and of the advantages, and the results.
+"""Operand and result records, and the constants shared by the definition and the backends.
 
-A record is made once, by the check of a public function's arguments. It goes unchanged through the
-operators, the chunk loop, the backends and the launchers, and into the Triton kernels. The numbers
-that the backends and the definition must agree on are here too.
+The argument checks of the public functions create the operand records. They pass unchanged through
+the operators, the chunk loop, the backends and the launchers into the Triton kernels.
 
-Shapes: N tokens, V vocabulary, H wide hidden states, B sequences.
+Shapes: N tokens, V vocabulary, H width of the hidden states, B sequences.
 """
 
 from __future__ import annotations
@@ -17,38 +16,38 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""|logprob − old_logprob| is clamped here before the exponential: e^20 ≈ 5e8 is far outside any
-clip range and still finite in fp32, even squared."""
+"""Bound of |logprob − old_logprob| before the exponential. e^20 ≈ 5e8 is far outside any clip range
+and finite in fp32 even when squared."""
 
 LOWEST = -1e30
-"""Stands in for −inf in shifted scores: e^LOWEST is exactly 0, and 0·LOWEST is 0 where 0·(−inf) is
-NaN."""
+"""Replaces −inf in shifted scores: e^LOWEST is exactly 0, and 0·LOWEST is 0, unlike 0·(−inf)."""
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance (Ziegler et al. 2019)."""
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
-"""The estimators on the sampled token; the other one, "full", reads the whole distribution."""
+"""Estimators from the sampled token. "full" reads the whole distribution."""
 
 RATIO_WEIGHTED = ("k1", "k3")
-"""The estimators that the ratio makes unbiased: over tokens of π_old, the means of ratio·k1 and of
-ratio·k3 are KL(π‖reference), and the means of their gradients its gradient. k2 is biased however it
-is weighted; the full KL samples no token."""
+"""Estimators that weighting by the ratio makes unbiased: over tokens of π_old, the means of
+ratio·k1 and ratio·k3 are KL(π‖reference), and so are their gradients. k2 stays biased; "full"
+samples no token."""
 
 
 POLICY_TERMS = ("clip", "cispo", "sapo", "dis")
-"""What a token's ratio and advantage make of its gradient; `definition.policy_term`."""
+"""Policy terms; see `definition.policy_term`."""
 
 
 class Sums(NamedTuple):
-    """What the metrics are made of, 0-d each; `sums` [len(SUMS)] holds them in this order.
+    """The sums behind the metrics, 0-d each. `sums` [len(SUMS)] has this order.
 
-    They add up over chunks, microbatches and ranks; `ratio_max` maxes (`combine_sums`).
+    Sums over chunks, microbatches and ranks add up, except `ratio_max` (`combine_sums`). From
+    `tokens` on they are unweighted sums over the tokens with w ≠ 0.
     """
 
     loss: Tensor  # Σ w · token loss
     policy_loss: Tensor  # Σ w · policy term (with importance weights)
-    tokens: Tensor  # from here on unweighted sums over the tokens with w ≠ 0
+    tokens: Tensor
     entropy: Tensor
     kl: Tensor
     approx_kl: Tensor  # k3 of the policy against the old policy
@@ -59,7 +58,7 @@ class Sums(NamedTuple):
     above_negative: Tensor  # ratio above the clip range and A < 0: pushed back
     below_negative: Tensor  # ratio below the clip range and A < 0: clipped, no gradient
     dual_clipped: Tensor  # A < 0 and ratio beyond the dual clip: no gradient
-    ratio_max: Tensor  # the one that combines by max
+    ratio_max: Tensor
 
 
 SUMS = Sums._fields
@@ -68,40 +67,39 @@ RATIO_MAX = SUMS.index("ratio_max")
 
 
 def combine_sums(total: Tensor, part: Tensor) -> Tensor:
-    """Joins the `sums` of two losses over disjoint sets of tokens, say of two chunks: [len(SUMS)]
-    with the sums added, the largest ratio the larger of both."""
+    """Combine the sums [len(SUMS)] of two losses over disjoint tokens, such as two chunks."""
     joined = total + part
     joined[RATIO_MAX] = torch.maximum(total[RATIO_MAX], part[RATIO_MAX])
     return joined
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for every dtype but fp64, which stays (tests compare in it)."""
+    """Return fp64 for fp64, which tests compare in, and fp32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 Selection = slice | Tensor
-"""Some of N rows: a slice, int64 indices, or a mask [N] bool."""
+"""A selection of N rows: a slice, int64 indices, or a mask [N] bool."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor | None], record: Any) -> Any:
-    """The record with what the function makes of each of its tensors, and its other fields as they
-    are."""
+    """Apply the function to each tensor of the record."""
     return type(record)(*(function(x) if isinstance(x, Tensor) else x for x in record))
 
 
 def _at(record: Any, rows: Selection) -> Any:
-    """The record with its tensors at these rows."""
+    """Select rows of each tensor of the record."""
     return map_tensors(lambda x: x[rows], record)
 
 
-# ------------------------------------------------------------------------------ what the loss takes
+# -------------------------------------------------------------------------------- operands of
+# losses
 
 
 class Softmax(NamedTuple):
-    """How logits x become log softmax(z/T): z = logit_scale·x, then softcap·tanh(z/softcap).
+    """log softmax(z/T) of logits x, with z = logit_scale·x, then softcap·tanh(z/softcap).
 
-    `temperatures` [N] in the accumulation dtype, one per token, replaces `temperature`.
+    temperatures: [N] in the accumulation dtype, one per token, in place of `temperature`.
     """
 
     temperature: float = 1.0
@@ -114,13 +112,15 @@ class Softmax(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The scalars of the loss: w·(policy term·importance weight + kl_coef·KL − entropy_coef·H).
+    """The scalars of the loss w·(policy term·importance weight + kl_coef·KL − entropy_coef·H).
 
-    The clip range is 1 − ε_low to 1 + ε_high, rounded once for every backend; −inf to inf is no
-    clipping. `kl_estimator` is k1, k2, k3, or full, which needs the reference's logits.
-    `kl_ratio_weighted`: the KL is times the ratio, gradient through both; of k1 and k3.
-    `dual_clip` is of the policy term "clip" alone; of "sapo", which clips nothing and has an
-    infinite range, are the gate's temperatures, for A > 0 and for the others.
+    lowest_ratio, highest_ratio: 1 − ε_low and 1 + ε_high, rounded once for all backends; infinite
+        for no clipping.
+    dual_clip: only of the policy term "clip".
+    kl_estimator: k1, k2, k3, or full, which needs the reference's logits.
+    kl_ratio_weighted: multiply the KL by the ratio, with the gradient through both; for k1 and k3.
+    tau_positive, tau_negative: the gate's temperatures of "sapo", for A > 0 and for A ≤ 0. "sapo"
+        clips nothing and has an infinite range.
     """
 
     lowest_ratio: float = -math.inf
@@ -138,7 +138,7 @@ class Objective(NamedTuple):
 class PerToken(NamedTuple):
     """The loss's operands of shape [N]: tokens int64, the others floats, logprobs in nats.
 
-    A token of weight 0 counts for nothing, and the rest of its entries may be anything.
+    Tokens of weight 0 are ignored, and their other entries may hold anything.
     """
 
     tokens: Tensor
@@ -152,12 +152,12 @@ class PerToken(NamedTuple):
         return _at(self, rows)
 
     def where(self, counted: Tensor) -> PerToken:
-        """With 0 in the place of what the other tokens have."""
+        """Set the entries of the other tokens to 0."""
         return map_tensors(lambda x: torch.where(counted, x, 0), self)
 
 
 class Projection(NamedTuple):
-    """Logits that are not formed yet: hidden [N, H] @ weight [V, H].T + bias [V]."""
+    """Logits to be computed: hidden [N, H] @ weight [V, H].T + bias [V]."""
 
     hidden: Tensor
     weight: Tensor
@@ -165,8 +165,11 @@ class Projection(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """How a projection is formed: rows of logits held at once (None: what a budget allows), and the
-    dtype of the products and of the logits (None: that of the hidden states)."""
+    """How a projection is computed.
+
+    chunk_size: rows of logits in memory; None: a memory budget decides.
+    dtype: of the products and the logits; None: that of the hidden states.
+    """
 
     chunk_size: int | None = None
     dtype: torch.dtype | None = None
@@ -176,26 +179,28 @@ class Gemm(NamedTuple):
 
 
 class GradientsWanted(NamedTuple):
-    """The parts of a projection whose gradients are wanted."""
+    """The parts of a projection that need gradients."""
 
     hidden: bool = True
     weight: bool = True
     bias: bool = True
 
 
-# ---------------------------------------------------------------------------- what the loss gives
+# --------------------------------------------------------------------------------- results of
+# losses
 
 
 class StatsRows(NamedTuple):
-    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs.
+    """Statistics of tokens, [N] each, and the normalizers [N, 2] that backward needs.
 
-    `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
-    that the difference does not have. `mean_gap` is Σ p (t − r), the KL without the log sums, t and
-    r the shifted scores of policy and reference, and `token_gap` the token's t − r less that, which
-    is log p_y − log q_y − KL, again from sums over the others; 0 where the policy rules the token
-    out. Both are 0 without a reference. The maximum is that of the logits or, with a soft-cap,
-    of tanh(z/softcap). Both numbers of a normalizer are −inf for a row of −inf alone, whose other
-    statistics are NaN.
+    p_others: 1 − p of the token as a sum over the others, which keeps the digits where p is near 1.
+    mean_gap: Σ p (t − r), the KL without the log sums; t and r are the shifted scores of policy and
+        reference. 0 without a reference.
+    token_gap: log p_y − log q_y − KL, the token's t − r minus mean_gap, from sums over the others.
+        0 without a reference, or if the policy rules the token out.
+    normalizer, ref_normalizer: (row maximum, log Σ e^t). The maximum is that of the logits or, with
+        a soft-cap, of tanh(z/softcap). Both are −inf for a row of −inf only, whose other statistics
+        are NaN.
     """
 
     logprobs: Tensor
@@ -212,8 +217,7 @@ class StatsRows(NamedTuple):
 
 
 class StatsGradients(NamedTuple):
-    """The loss's derivatives with respect to the statistics, [N] each; None for one that is not
-    wanted."""
+    """The loss's derivatives by the statistics, [N] each; None if not needed."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -224,7 +228,7 @@ class StatsGradients(NamedTuple):
 
 
 class PPORows(NamedTuple):
-    """sums [len(SUMS)]; logprobs, entropy, kl [N], 0 where the weight is 0; grad [N, V] or None."""
+    """sums [len(SUMS)]; logprobs, entropy, kl [N], 0 for weight 0; grad [N, V] or None."""
 
     sums: Tensor
     logprobs: Tensor
@@ -234,7 +238,7 @@ class PPORows(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """[N, H], [V, H], [V], in the dtypes of a projection's parts; None where not wanted."""
+    """[N, H], [V, H], [V] in the dtypes of the projection's parts; None if not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -242,7 +246,7 @@ class ProjectionGradients(NamedTuple):
 
 
 class LinearPPORows(NamedTuple):
-    """As PPORows, with the gradients of the projection in place of those of the logits."""
+    """PPORows with the projection's gradients in place of the logits'."""
 
     sums: Tensor
     logprobs: Tensor
@@ -257,12 +261,13 @@ class LinearPPORows(NamedTuple):
 class Trajectory(NamedTuple):
     """A batch of responses: [B, T], or packed [total] with `cu_seqlens` [B + 1] int32 or int64.
 
-    `token_values` are those of the state before each token; `token_rewards`, None for 0, are added
-    to the shaped ones where there are any. `mask` is True on the tokens that count; None means all.
-    `bootstrap` [B] is the value after a sequence's last token.
+    token_values: the value of the state before each token.
+    token_rewards: None for 0; added to shaped rewards.
+    mask: True on the counted tokens; None for all.
+    bootstrap: [B], the value after a sequence's last token.
     """
 
-    # Not `values`: that word is taken by the tuples of Triton's kernels.
+    # Not `values`: tuples in Triton kernels have an attribute of that name.
     token_values: Tensor
     token_rewards: Tensor | None = None
     mask: Tensor | None = None
@@ -271,7 +276,7 @@ class Trajectory(NamedTuple):
 
 
 class Discounts(NamedTuple):
-    """γ and λ; `gammas` and `lams` [B], one per sequence, replace the numbers."""
+    """γ and λ, or `gammas` and `lams` [B], one per sequence."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -282,7 +287,8 @@ class Discounts(NamedTuple):
 class Shaping(NamedTuple):
     """Rewards r_t = −kl_coef·KL_t, plus the score [B] on a response's last token.
 
-    logprobs, ref_logprobs: like the values, nats. Scores are clamped to ±score_clip first.
+    logprobs, ref_logprobs: shaped like the values, nats.
+    score_clip: clamp scores to ±score_clip first.
     """
 
     scores: Tensor
@@ -294,15 +300,19 @@ class Shaping(NamedTuple):
 
 
 class Gae(NamedTuple):
-    """Like the values, fp32 (fp64 for fp64), 0 where masked."""
+    """Shaped like the values, fp32 (fp64 for fp64), 0 where masked."""
 
     advantages: Tensor
     returns: Tensor
 
 
 class ShapedAdvantages(NamedTuple):
-    """advantages, returns: like the values, fp32, 0 where masked; kl [B] fp32, nats, the sum over
-    each sequence; moments [3] fp64 of the advantages before whitening."""
+    """Shaped advantages before whitening.
+
+    advantages, returns: shaped like the values, fp32, 0 where masked.
+    kl: [B] fp32, nats, the sum over each sequence.
+    moments: [3] fp64, of the advantages.
+    """
 
     advantages: Tensor
     returns: Tensor

@@ -1,4 +1,4 @@
-"""Wrong input is refused before any work, with the argument's name, what it got, what it wants."""
+"""Wrong arguments raise an error before any work, and signatures stay as they are."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
 from fastppo.functional import arguments
+from fastppo.functional.other_names import OTHER_NAMES
 
 N, V, H = 4, 7, 3
 nan, inf = float("nan"), float("inf")
 
 
 class _Work(TorchDispatchMode):
-    """Fails where one of our operators begins to work."""
+    """Fails when one of our operators is called."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.namespace != "fastppo", "work began before the wrong input was refused"
+        assert func.namespace != "fastppo", "work began before the error"
         return func(*args, **(kwargs or {}))
 
 
@@ -40,7 +41,6 @@ RIGHT: dict[Callable[..., Any], dict[str, Any]] = {
     fastppo.linear_ppo_loss: HEAD | LOSS_OPERANDS,
     fastppo.token_stats: LOGITS | {"tokens": TOKENS},
     fastppo.linear_token_stats: HEAD | {"tokens": TOKENS},
-    fastppo.linear_token_logprobs: HEAD | {"tokens": TOKENS},
     fastppo.policy_loss: {"logprobs": ZEROS, "old_logprobs": ZEROS, "advantages": ZEROS},
     fastppo.value_loss: {"values": ZEROS, "returns": ZEROS},
     fastppo.total_loss: {
@@ -58,9 +58,8 @@ RIGHT: dict[Callable[..., Any], dict[str, Any]] = {
     },
     fastppo.whiten: {"x": ZEROS},
     fastppo.aggregation_weights: {"mask": torch.ones(2, N, dtype=torch.bool)},
-    fastppo.entropy: LOGITS,
 }
-"""Arguments with which each function works."""
+"""Valid arguments of each function."""
 
 
 def call(function: Callable[..., Any], **changes: Any) -> Any:
@@ -71,106 +70,72 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-def meta(*shape: int) -> Tensor:
-    return torch.zeros(shape, device="meta")
-
-
 Row = tuple[dict[str, Any], tuple[str, ...]]
 
 
 def wrong(*words: str, **changes: Any) -> Row:
-    """Wrong arguments, and what the message about them must hold."""
+    """Wrong arguments, and the words of the message."""
     return changes, words
 
 
 KL = {"kl_coef": 0.1, "kl_ratio_weighted": True, "ref_logprobs": ZEROS}
 REF_HIDDEN = {"ref_hidden": torch.zeros(N, H)}
-LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
-    wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
-    wrong("tokens", "int64", "int32", tokens=torch.zeros(N, dtype=torch.int32)),
-    wrong("tokens", "[4]", "[5]", tokens=ints(N + 1)),
-    wrong("old_logprobs", "[4]", "one per token", "[1]", old_logprobs=torch.zeros(1)),
-    wrong("old_logprobs", "torch.Tensor", "NoneType", old_logprobs=None),
-    wrong("old_logprobs", "cpu", "meta", old_logprobs=meta(N)),
-    wrong("advantages", "[4]", "[]", advantages=torch.zeros(())),
-    wrong("mask", "bool", "float32", mask=torch.ones(N)),
-    wrong("mask", "[4]", "[1, 4]", mask=torch.ones(1, N, dtype=torch.bool)),
-    wrong("importance_weights", "[4]", "[4, 1]", importance_weights=torch.ones(N, 1)),
-    wrong("ref_logprobs", "[4]", "[2]", ref_logprobs=torch.zeros(2)),
-    wrong("clip_ratio", "negative", "-0.1", clip_ratio=-0.1),
-    wrong("clip_ratio", "negative", "-0.2", clip_ratio=(0.1, -0.2)),
-    wrong("clip_ratio", "nan", clip_ratio=nan),
-    wrong("clip_ratio", "ε", "0.3", clip_ratio=(0.1, 0.2, 0.3)),
-    wrong("clip_ratio", "number", "str", clip_ratio="0.2"),
-    wrong("clip_ratio", "number", "Tensor", clip_ratio=torch.tensor(0.2)),
-    wrong("dual_clip", "> 1", "1.0", dual_clip=1.0),
-    wrong("objective", "clip, cispo, sapo, dis, gspo", "'grpo'", objective="grpo"),
-    wrong("dual_clip", "objective='dis'", objective="dis", dual_clip=3.0),
-    wrong("sapo_tau", "objective='sapo'", "'clip'", sapo_tau=(1.0, 1.0)),
-    wrong("sapo_tau", "> 0", "0.0", objective="sapo", sapo_tau=(1.0, 0.0)),
-    wrong("sapo_tau", "A > 0", "(1.0,)", objective="sapo", sapo_tau=(1.0,)),
-    wrong("cu_seqlens", "objective='gspo'", "'clip'", cu_seqlens=ints(2)),
-    wrong("objective='gspo'", "(..., T)", "[4]", objective="gspo"),
-    wrong("cu_seqlens", "from 0 to 4", objective="gspo", cu_seqlens=torch.tensor([0, 3])),
-    wrong("kl_estimator", "k1, k2, k3, full", "k4", kl_estimator="k4"),
-    wrong("kl_coef", "k3", "ref_logprobs", kl_coef=0.1),
-    wrong("kl_estimator='full'", "ref_logits", kl_coef=0.1, kl_estimator="full"),
-    wrong("kl_ratio_weighted", "'k1' or 'k3'", "'k2'", kl_estimator="k2", **KL),
-    wrong("kl_ratio_weighted", "kl_coef", "not 0", kl_ratio_weighted=True),
-    wrong("kl_ratio_weighted", "True or False", "1", kl_ratio_weighted=1),
-    wrong("kl_ratio_weighted", "objective='gspo'", objective="gspo", **KL),
-    wrong("kl_coef", "finite", "nan", kl_coef=nan),
-    wrong("entropy_coef", "finite", "inf", entropy_coef=inf),
-    wrong("temperature", "> 0", "0.0", temperature=0.0),
-    wrong("temperature must be", temperature=torch.tensor(1 + 1j)),
-    wrong("temperature", "[4]", "[4, 1]", temperature=torch.ones(N, 1)),
-    wrong("temperature", "float32", "int64", temperature=ints(N)),
-    wrong("temperature must be finite and > 0, got values", temperature=torch.tensor(inf)),
-    wrong("temperature must be finite and > 0, got values", temperature=ONE_IS_NAN),
-    wrong("logit_scale", "> 0", "0.0", logit_scale=0.0),
-    wrong("logit_scale", "finite", "inf", logit_scale=inf),
-    wrong("softcap", "> 0", "-30.0", softcap=-30.0),
-    wrong("aggregation", "token-mean", "mean", aggregation="mean"),
-    wrong("aggregation", "(..., T)", "[4]", aggregation="seq-mean-token-sum"),
-    wrong("denominator", "> 0", "0.0", denominator=0.0),
-    wrong("denominator", "[]", "[2]", denominator=torch.ones(2)),
-    wrong("denominator must be", denominator=torch.tensor(1 + 1j)),
-    wrong("denominator must be", denominator=torch.tensor(-1.0)),
-    wrong("denominator must be", denominator=torch.tensor(nan).double()),
-    wrong("weights", "[4]", "[4, 1]", weights=torch.ones(N, 1)),
-    wrong("weights", "denominator", weights=torch.ones(N), denominator=2.0),
-    wrong("weights", "aggregation", weights=torch.ones(N), aggregation="token-sum"),
-    wrong("backend", "auto", "triton", "cpu", "torch", "cuda", backend="cuda"),
-]
-
-REFERENCE_HEADS: list[Row] = [  # of what takes a reference as hidden states and a head
-    wrong("ref_hidden", "ref_weight", "both", **REF_HIDDEN),
-    wrong("ref_hidden", "ref_weight", "both", ref_weight=torch.zeros(V, H)),
-    wrong("ref_bias", "ref_hidden", "None", ref_bias=torch.zeros(V)),
-    wrong("ref_weight", "V = 7", "[8, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V + 1, H)),
-    wrong("ref_hidden", "[4, 4]", "[4, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V, H + 1)),
-    wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
-    wrong("chunk_size", ">= 1", "0", chunk_size=0),
-]
+HALF = {"hidden": torch.zeros(N, H).half().requires_grad_(), "weight": torch.zeros(V, H).half()}
 
 WRONG: dict[Callable[..., Any], list[Row]] = {
     fastppo.ppo_loss: [
-        *LOSSES,
+        # Tensors: type, dtype, shape, device
+        wrong("old_logprobs", "torch.Tensor", "NoneType", old_logprobs=None),
+        wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
+        wrong("old_logprobs", "[4]", "one per token", "[1]", old_logprobs=torch.zeros(1)),
+        wrong("old_logprobs", "cpu", "meta", old_logprobs=torch.zeros(N, device="meta")),
+        wrong("mask", "bool", "float32", mask=torch.ones(N)),
+        wrong("importance_weights", "[4]", "[4, 1]", importance_weights=torch.ones(N, 1)),
         wrong("logits", "(..., V)", "[7]", logits=torch.zeros(V)),
         wrong("logits", "vocabulary", "[4, 0]", logits=torch.zeros(N, 0)),
         wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),
-        wrong("logits", "bfloat16", "int64", logits=ints(N, V)),
-        wrong("logits", "torch.Tensor", "NoneType", logits=None),
-        wrong(
-            "kl_ratio_weighted",
-            "'k1' or 'k3'",
-            "'full'",
-            **KL,
-            kl_estimator="full",
-            ref_logits=torch.zeros(N, V),
-        ),
         wrong("ref_logits", "[4, 7]", "[4, 8]", ref_logits=torch.zeros(N, V + 1)),
-        wrong("ref_logits", "dense last axis", ref_logits=torch.zeros(V, N).T),
+        # Objective
+        wrong("objective", "clip, cispo, sapo, dis, gspo", "'grpo'", objective="grpo"),
+        wrong("clip_ratio", "negative", "-0.2", clip_ratio=(0.1, -0.2)),
+        wrong("clip_ratio", "nan", clip_ratio=nan),
+        wrong("clip_ratio", "ε", "0.3", clip_ratio=(0.1, 0.2, 0.3)),
+        wrong("clip_ratio", "number", "str", clip_ratio="0.2"),
+        wrong("dual_clip", "> 1", "1.0", dual_clip=1.0),
+        wrong("dual_clip", "'clip' or 'gspo'", "'dis'", objective="dis", dual_clip=3.0),
+        wrong("sapo_tau", "objective='sapo'", "'clip'", sapo_tau=(1.0, 1.0)),
+        wrong("sapo_tau", "> 0", "0.0", objective="sapo", sapo_tau=(1.0, 0.0)),
+        wrong("sapo_tau", "A > 0", "(1.0,)", objective="sapo", sapo_tau=(1.0,)),
+        wrong("cu_seqlens", "objective='gspo'", "'clip'", cu_seqlens=ints(2)),
+        wrong("objective='gspo'", "(..., T)", "[4]", objective="gspo"),
+        wrong("cu_seqlens", "from 0 to 4", objective="gspo", cu_seqlens=torch.tensor([0, 3])),
+        # KL and entropy
+        wrong("kl_estimator", "k1, k2, k3, full", "k4", kl_estimator="k4"),
+        wrong("kl_coef", "k3", "ref_logprobs", kl_coef=0.1),
+        wrong("kl_estimator='full'", "ref_logits", kl_coef=0.1, kl_estimator="full"),
+        wrong("kl_ratio_weighted", "'k1' or 'k3'", "'k2'", kl_estimator="k2", **KL),
+        wrong("kl_ratio_weighted", "kl_coef", "other than 0", kl_ratio_weighted=True),
+        wrong("kl_ratio_weighted", "True or False", "1", kl_ratio_weighted=1),
+        wrong("kl_ratio_weighted", "objective='gspo'", objective="gspo", **KL),
+        wrong("kl_coef", "finite", "nan", kl_coef=nan),
+        wrong("entropy_coef", "finite", "inf", entropy_coef=inf),
+        # Softmax
+        wrong("temperature", "> 0", "0.0", temperature=0.0),
+        wrong("temperature", "[4]", "[4, 1]", temperature=torch.ones(N, 1)),
+        wrong("temperature", "float32", "int64", temperature=ints(N)),
+        wrong("temperature must be finite and > 0, got values", temperature=ONE_IS_NAN),
+        wrong("logit_scale", "> 0", "0.0", logit_scale=0.0),
+        wrong("softcap", "> 0", "-30.0", softcap=-30.0),
+        # Weights
+        wrong("aggregation", "token-mean", "mean", aggregation="mean"),
+        wrong("aggregation", "(..., T)", "[4]", aggregation="seq-mean-token-sum"),
+        wrong("denominator", "> 0", "0.0", denominator=0.0),
+        wrong("denominator", "[]", "[2]", denominator=torch.ones(2)),
+        wrong("denominator must be", denominator=torch.tensor(-1.0)),
+        wrong("weights", "[4]", "[4, 1]", weights=torch.ones(N, 1)),
+        wrong("weights", "denominator", weights=torch.ones(N), denominator=2.0),
+        # The rest
+        wrong("backend", "auto", "triton", "cpu", "torch", "cuda", backend="cuda"),
         wrong("inplace must be True or False, got 'no'", inplace="no"),
         wrong(
             "inplace=True needs bfloat16, float32 or float64 logits, got float16",
@@ -187,140 +152,88 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         ),
     ],
     fastppo.linear_ppo_loss: [
-        *LOSSES,
-        *REFERENCE_HEADS,
+        wrong("clip_ratio", "negative", "-0.1", clip_ratio=-0.1),
         wrong("hidden", "(..., H)", "[3]", hidden=torch.zeros(H)),
         wrong("weight", "[V, H]", "[3]", weight=torch.zeros(H)),
-        wrong("weight", "cpu", "meta", weight=meta(V, H)),
+        wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
         wrong("bias", "[7]", "[3]", bias=torch.zeros(H)),
         wrong("weight", "float64", hidden=torch.zeros(N, H).double()),
-        wrong("weight", "float64", weight=torch.zeros(V, H).double()),
-        wrong("bias", "float64", bias=torch.zeros(V).double()),
         wrong("chunk_size", "int", "float", chunk_size=1.5),
+        wrong("chunk_size", ">= 1", "0", chunk_size=0),
+        wrong("ref_hidden", "ref_weight", "together", **REF_HIDDEN),
+        wrong("ref_bias", "ref_hidden", "None", ref_bias=torch.zeros(V)),
+        wrong("ref_weight", "V = 7", "[8, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V + 1, H)),
+        wrong("ref_hidden", "[4, 4]", "[4, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V, H + 1)),
         wrong(
             "kl_estimator='full'",
             "float16",
             "bfloat16",
-            hidden=torch.zeros(N, H).half().requires_grad_(),
-            weight=torch.zeros(V, H).half(),
+            **HALF,
             ref_hidden=torch.zeros(N, H).half(),
             ref_weight=torch.zeros(V, H).half(),
             kl_estimator="full",
             kl_coef=0.1,
         ),
     ],
-    fastppo.token_stats: [
-        wrong("tokens", "[4]", "[4, 1]", tokens=ints(N, 1)),
-        wrong("ref_logits", "[4, 7]", "[4]", ref_logits=torch.zeros(N)),
-        wrong("backend", "auto", "x", backend="x"),
-        wrong("temperature must be finite and > 0, got values", temperature=ONE_IS_NAN),
-    ],
-    fastppo.linear_token_stats: [
-        *REFERENCE_HEADS,
-    ],
-    fastppo.linear_token_logprobs: [
-        wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
-        wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
-    ],
-    fastppo.policy_loss: [
-        wrong("old_logprobs", "[4]", "[1]", old_logprobs=torch.zeros(1)),
-        wrong("advantages", "[4]", "[4, 1]", advantages=torch.zeros(N, 1)),
-        wrong("clip_ratio", "negative", "-1", clip_ratio=-1),
-        wrong("dual_clip", "> 1", "0.5", dual_clip=0.5),
-        wrong("importance_weights", "[4]", "[1]", importance_weights=torch.ones(1)),
-    ],
+    fastppo.token_stats: [wrong("tokens", "[4]", "[4, 1]", tokens=ints(N, 1))],
+    fastppo.linear_token_stats: [wrong("ref_hidden", "ref_weight", "together", **REF_HIDDEN)],
+    fastppo.policy_loss: [wrong("advantages", "[4]", "[4, 1]", advantages=torch.zeros(N, 1))],
     fastppo.value_loss: [
         wrong("returns", "[4]", "[4, 1]", returns=torch.zeros(N, 1)),
-        wrong("mask", "[4]", "[3]", mask=torch.ones(N - 1, dtype=torch.bool)),
         wrong("clip_ratio", "old_values", clip_ratio=0.2),
         wrong("clip_ratio", "> 0", "0.0", clip_ratio=0.0, old_values=ZEROS),
-        wrong("old_values", "[4]", "[1]", clip_ratio=0.2, old_values=torch.zeros(1)),
     ],
     fastppo.total_loss: [
         wrong("vf_coef", "finite", "nan", vf_coef=nan),
-        wrong("entropy_coef", "number", "str", entropy_coef="1"),
         wrong("clip_ratio", "old_values", value_clip=0.2),
     ],
-    fastppo.entropy: [
-        wrong("logits", "torch.Tensor", "NoneType", logits=None),
-        wrong("logits", "(..., V)", "[7]", logits=torch.zeros(V)),
-    ],
-    fastppo.aggregation_weights: [
-        wrong("mask", "bool", "float32", mask=torch.ones(2, N)),
-        wrong("mask", "torch.Tensor", "list", mask=[True]),
-        wrong("aggregation", "token-sum", "'sum'", aggregation="sum"),
-        wrong("denominator", "number", "str", denominator="3"),
-        wrong("denominator must be", denominator=torch.tensor(0.0)),
-    ],
+    fastppo.aggregation_weights: [wrong("mask", "torch.Tensor", "list", mask=[True])],
     fastppo.gae: [
-        wrong("rewards", "torch.Tensor", "NoneType", rewards=None),
         wrong("values", "cu_seqlens", "[6]", values=SIX, rewards=SIX),
         wrong("rewards", "[2, 3]", "[2, 4]", rewards=torch.zeros(2, 4)),
-        wrong("mask", "bool", "float32", mask=torch.ones(2, 3)),
         wrong("gamma", "[0, 1]", "1.5", gamma=1.5),
-        wrong("gamma", "number", "str", gamma="1"),
         wrong("gamma", "[2]", "one per sequence", "[3]", gamma=torch.ones(3)),
-        wrong("gamma must be in [0, 1], got values from", gamma=torch.tensor(-0.1)),
-        wrong("gamma must be in [0, 1], got values from", gamma=torch.tensor([0.5, nan])),
-        wrong("lam", "[0, 1]", "-0.1", lam=-0.1),
-        wrong("lam", "[0, 1]", "nan", lam=nan),
-        wrong("lam must be in [0, 1], got values from", lam=torch.tensor([0.5, 1.1])),
+        wrong("lam must be in [0, 1], got values from", lam=torch.tensor([0.5, nan])),
         wrong("bootstrap", "[2]", "[2, 1]", bootstrap=torch.zeros(2, 1)),
         wrong("cu_seqlens", "packed [total]", "[2, 3]", cu_seqlens=torch.tensor([0, 6])),
-        wrong("backend", "auto", "numpy", backend="numpy"),
         *(
             wrong("cu_seqlens", *words, values=SIX, rewards=SIX, cu_seqlens=cu_seqlens)
             for cu_seqlens, words in (
-                (torch.tensor([0, 5]), ["rise from 0 to 6", "[0, 5]"]),
-                (torch.tensor([1, 6]), ["rise from 0 to 6", "[1, 6]"]),
                 (torch.tensor([0, 4, 3, 6]), ["rise from 0 to 6", "[0, 4, 3, 6]"]),
                 (torch.tensor([0.0, 6.0]), ["int32", "float32"]),
                 (torch.tensor([[0, 6]]), ["[B + 1]", "[1, 2]"]),
-                (torch.zeros(0, dtype=torch.int32), ["[B + 1]", "[0]"]),
             )
         ),
     ],
     fastppo.compute_advantages: [
-        wrong("mask", "torch.Tensor", "NoneType", mask=None),
-        wrong("mask", "bool", "float32", mask=torch.ones(2, 3)),
         wrong("scores", "one per sequence", "[2, 1]", scores=torch.zeros(2, 1)),
-        wrong("logprobs", "[2, 3]", "[2]", logprobs=torch.zeros(2)),
-        wrong("ref_logprobs", "[2, 3]", "[2]", ref_logprobs=torch.zeros(2)),
         wrong("kl_coef", "ref_logprobs", ref_logprobs=None, kl_coef=0.1),
         wrong("kl_estimator", "k1, k2, k3", "full", kl_estimator="full"),
-        wrong("kl_coef", "finite", "nan", kl_coef=nan),
         wrong("score_clip", "> 0", "0.0", score_clip=0.0),
-        wrong("token_rewards", "[2, 3]", "[2]", token_rewards=torch.zeros(2)),
-        wrong("bootstrap", "[2]", "[3]", bootstrap=torch.zeros(3)),
-        wrong("gamma", "[0, 1]", "2.0", gamma=2.0),
         wrong("whiten must be True or False, got 0", whiten=0),
-        wrong("shift_mean must be True or False, got None", shift_mean=None),
     ],
     fastppo.whiten: [
         wrong("x", "float32", "int64", x=ints(N)),
-        wrong("mask", "[4]", "[2]", mask=torch.ones(2, dtype=torch.bool)),
         wrong("moments", "[3]", "[2]", moments=torch.zeros(2)),
-        wrong("backend", "auto", "x", backend="x"),
-        wrong("shift_mean must be True or False, got 'no'", shift_mean="no"),
     ],
 }
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_wrong_input_is_named_with_what_it_got_and_what_is_wanted(
+def test_an_error_names_the_argument_what_it_got_and_what_is_expected(
     function: Callable[..., Any],
 ) -> None:
     for changes, words in WRONG[function]:
-        with pytest.raises((ValueError, TypeError)) as refusal, _Work():
+        with pytest.raises((ValueError, TypeError)) as error, _Work():
             call(function, **changes)
         for word in words:
-            assert word in str(refusal.value), changes
+            assert word in str(error.value), changes
 
 
-def test_an_amd_gpu_gets_the_triton_kernels_where_it_asks_for_them(
+def test_an_amd_gpu_gets_the_triton_kernels_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its tensors are "cuda" too, and nobody has run the kernels on one."""
+    """Its tensors are "cuda" too, and the kernels have not been run on one."""
     x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(arguments, "HAS_TRITON", True)
@@ -339,7 +252,7 @@ def test_an_amd_gpu_gets_the_triton_kernels_where_it_asks_for_them(
     "function",
     [fastppo.ppo_loss, fastppo.linear_ppo_loss, fastppo.token_stats, fastppo.linear_token_stats],
 )
-def test_a_token_outside_the_vocabulary_is_refused_with_its_value(
+def test_a_token_outside_the_vocabulary_raises_an_error_with_its_value(
     function: Callable[..., Any], token: int
 ) -> None:
     tokens = TOKENS.index_fill(0, torch.tensor(2), token)
@@ -347,7 +260,30 @@ def test_a_token_outside_the_vocabulary_is_refused_with_its_value(
         call(function, tokens=tokens)
 
 
-# ------------------------------------------------------------------------------------ the contract
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("cliprange", ": use clip_ratio"),  # TRL
+        ("clip_ratio_high", ": use clip_ratio=(low, high)"),  # verl
+        ("beta", ": use kl_coef"),
+        ("clipratio", ": use clip_ratio"),
+        ("frobnicate", ""),
+    ],
+)
+def test_an_unknown_keyword_gets_our_name(name: str, hint: str) -> None:
+    message = f"ppo_loss got an unexpected keyword argument '{name}'{hint}"
+    with pytest.raises(TypeError) as error:
+        call(fastppo.ppo_loss, **{name: 0.2})
+    assert str(error.value) == message
+
+
+def test_other_names_are_not_ours_and_lead_to_our_keywords() -> None:
+    ours = {*inspect.signature(fastppo.ppo_loss).parameters}
+    assert not ours & OTHER_NAMES.keys()
+    assert {name.partition("=")[0] for name in OTHER_NAMES.values()} <= ours
+
+
+# -------------------------------------------------------------------------------------- signatures
 
 SOFTMAX = "temperature=1.0, logit_scale=1.0, softcap=None, backend='auto'"
 AGGREGATION = "aggregation='token-mean', denominator=None, weights=None"
@@ -411,12 +347,12 @@ SIGNATURES = {
     ),
     "head_weight": ("lm_head", ""),
 }
-"""Of each public function: the arguments that may be given by position, and the keywords."""
+"""The positional arguments and the keywords of each public function."""
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_and_defaults_are_the_contract(name: str) -> None:
-    """Others call these by name: a keyword that vanishes or a default that moves breaks them."""
+    """A removed keyword or a changed default would break callers."""
     parameters = inspect.signature(getattr(fastppo, name)).parameters.values()
     shown = {x: str(x.replace(annotation=x.empty)) for x in parameters}
     by_position, keywords = SIGNATURES[name]
@@ -426,6 +362,6 @@ def test_arguments_and_defaults_are_the_contract(name: str) -> None:
     assert sorted(keyword_only) == sorted(keywords.split(", ") if keywords else [])
 
 
-def test_the_contract_holds_every_public_function() -> None:
+def test_the_contract_covers_every_public_function() -> None:
     exported = (getattr(fastppo, name) for name in fastppo.__all__)
     assert {x.__name__ for x in exported if inspect.isfunction(x)} == SIGNATURES.keys()

@@ -1,11 +1,11 @@
-"""PPO's loss from logits on a CPU: each row is read from memory once, by compiled loops.
+"""PPO's loss from logits on a CPU: compiled loops that read each row from memory once.
 
-The operations are those of `fastppo_kernels.definition`, under the same names and with the same
-operands. For one row of logits x, sampled token y, scores z (scaled and capped), m = max z and
-c = 1/T (times `logit_scale` where there is no cap):
+The operations, names and operands are those of `fastppo_kernels.definition`. For one row of
+logits x, sampled token y, scores z (scaled and capped), m = max z and c = 1/T (times `logit_scale`
+without a cap):
 
-    t_j     = (z_j − m)·c         shifted before it is scaled: no offset of the row costs digits
-    S       = Σ_j e^{t_j}         the token's own term is added last: 1 − p_y keeps its digits
+    t_j     = (z_j − m)·c         shifted before scaling, so an offset costs no digits
+    S       = Σ_j e^{t_j}         the token's term is added last, so 1 − p_y keeps its digits
     μ       = Σ_j e^{t_j}·t_j/S
     logprob = t_y − log S         entropy = log S − μ
     gap_j   = t_j − r_j           r: the shifted scores of the reference
@@ -15,14 +15,14 @@ and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
 
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(gap_j − γ) ) }
 
-A row goes through the caches in three sweeps: its maximum; the sums of e^t; e^t once more, times
-a + b·t, and on to the gradient, which may lie over the logits. A backward pass, which has the
-statistics, takes the last one alone. Sweeps go by blocks that the nearest cache holds. The
-exponential is a polynomial, so that the compiler makes vector instructions of all, and shorter
-where logits have 16 bits. Sums are carried in fp32 lanes and joined in fp64.
+A row takes three sweeps through the caches: its maximum; the sums of e^t; and e^t again, times
+a + b·t, which gives the gradient, optionally in place. A backward pass has the statistics and takes
+only the last sweep. Sweeps work on blocks that fit in the L1 cache. The exponential is a
+polynomial, so that everything compiles to vector instructions; it is shorter for 16-bit logits.
+Sums are carried in fp32 lanes and joined in fp64.
 
-Rows are assignment to as many threads as torch has; the bits do not depend on their number. Rows of
-weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunks.
+Rows are distributed over as many threads as torch has; the bits do not depend on their number. Rows
+of weight 0 are not read. fp64 logits use the torch backend.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from fastppo_kernels.records import (
 )
 
 READS_VALUES = True
-"""The host looks at values between two operations, which on a CPU costs nothing: rows of weight 0
-and rows without a gradient stay out of the lm-head's GEMMs."""
+"""The host reads values between operations, which is free on a CPU: rows of weight 0 and rows
+without a gradient skip the lm-head's GEMMs."""
 
 GEMM_ROWS = 8
-"""Rows with a gradient are handed on by a multiple of this: an odd number makes the GEMM for dW
-slower by a seventh (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
+"""Rows with a gradient are padded to a multiple of this: an odd number makes the GEMM of dW a
+seventh slower (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
 
-# Python's numbers are fp64, in which a loop would compute as soon as it meets one.
+# Python's numbers are fp64, and would promote a loop to fp64.
 F32 = np.float32
 I32 = np.int32
 U32 = np.uint32
@@ -80,25 +80,24 @@ LOWEST_32 = F32(LOWEST)
 LOG2_E = F32(math.log2(math.e))
 LN_2_HIGH = F32(0.693359375)  # n·LN_2_HIGH is exact
 LN_2_LOW = F32(math.log(2) - 0.693359375)
-ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER has the integer nearest to x in its last bits
-UNDERFLOW = F32(-87.0)  # e^t is taken for 0 below it, where it is less than 2e-38
-LOWEST_NATS = F32(-174.0)  # what t is where e^t is 0: any number to multiply with
+ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER holds the integer nearest to x in its last bits
+UNDERFLOW = F32(-87.0)  # below it e^t < 2e-38 is treated as 0
+LOWEST_NATS = F32(-174.0)  # replaces t where e^t is 0; any finite number
 E2, E3, E4, E5, E6 = (F32(1 / math.factorial(n)) for n in range(2, 7))
 LN_2 = F32(math.log(2))
 LOWEST_BITS = F32(-127)
 B1, B2, B3, B4, B5 = (F32(x) for x in (0.69314686, 0.24022238, 0.05550893, 0.0096717, 0.00132187))
-"""The least-squares fit of (2^r − 1)/r on Chebyshev points of |r| ≤ ½: 2^r to 1.1e-7 of itself."""
+"""Least-squares fit of (2^r − 1)/r on Chebyshev points of |r| ≤ ½; 2^r has an error of 1.1e-7."""
 
 TANH_NEAR = F32(0.625)
 TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
     F32(x) for x in (-0.33333329, 0.13332782, -0.0538525, 0.02100364, -0.00610495)
 )
-"""The least-squares fit of (tanh(x)/x − 1)/x² on Chebyshev points of x² in [0, 0.625²]: its error
-is below 2e-8."""
+"""Least-squares fit of (tanh(x)/x − 1)/x² on Chebyshev points of x² in [0, 0.625²]. Error below
+2e-8."""
 
 BLOCK = 2048
-"""Columns that are taken together: 8 KiB in fp32. Their sums are carried in fp32, and joined in
-fp64."""
+"""Columns per block: 8 KiB in fp32. Sums of a block are fp32, and joined in fp64."""
 
 POLICY_TERMS: dict[str, Any] = {name: i for i, name in enumerate(records.POLICY_TERMS)}
 CLIP, CISPO, SAPO, DIS = POLICY_TERMS.values()
@@ -108,10 +107,9 @@ K1, K2, K3, FULL = ESTIMATORS.values()
 
 
 class _Rows(NamedTuple):
-    """[N, V] or [B, T, V]: row i begins at (i // inner)·outer_stride + (i % inner)·stride.
+    """[N, V] or [B, T, V]: row i starts at (i // inner)·outer_stride + (i % inner)·stride.
 
-    The memory of bf16 is int16 and that of fp16 uint16: numba knows neither, and the loops tell
-    them apart by that.
+    bf16 is viewed as int16 and fp16 as uint16, which numba has; the loops tell them apart by that.
     """
 
     memory: Any
@@ -122,34 +120,36 @@ class _Rows(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """A `Softmax` as the loops take it.
+    """A `Softmax` for the loops.
 
-    None is a type of its own to numba: where there is no soft-cap, or no reference, what it takes
-    is not compiled either.
+    None has a type of its own in numba: code for a missing soft-cap or reference is not compiled.
+
+    temperatures: [N], or empty.
+    shifted_scale: times 1/T, the factor of the shifted scores; the logit scale without a cap.
+    unit: of the maximum in a `StatsRows`: the soft-cap, or 1.
     """
 
     temperature: float
     temperatures: Any
-    """[N], or empty."""
     logit_scale: float
     softcap: float | None
     shifted_scale: float
-    """1/T times this is the factor of the shifted scores: the logit scale, if no cap is over it."""
     unit: float
-    """A `StatsRows` keeps the maximum in units of it: the soft-cap, or 1."""
 
 
 class _Room(NamedTuple):
-    """The buffers that a block is computed in."""
+    """The buffers of a block.
+
+    logits: [BLOCK], a copy in the logits' dtype, since the gradient may overwrite them.
+    scores: [2, BLOCK] fp32, capped scores of policy and reference.
+    """
 
     logits: Any
-    """[BLOCK] as they are in memory, where the gradient may be written over them."""
     scores: Any
-    """[2, BLOCK] fp32: capped, and those of the reference."""
 
 
 class _Statistics(NamedTuple):
-    """The statistics of a row, fp64 but for the maxima; the reference's are 0 without one."""
+    """The statistics of a row, fp64 except the maxima; those of a missing reference are 0."""
 
     maximum: float
     ref_maximum: float
@@ -181,7 +181,7 @@ def _from_bits(bits):
 
 @compiled
 def _exp(t):
-    """e^t of t ≤ 0, fp32, to 1e-7 of itself; NaN stays NaN."""
+    """e^t for t ≤ 0, fp32, with a relative error of 1e-7; NaN stays NaN."""
     rounded = t * LOG2_E + ROUNDER
     n = rounded - ROUNDER
     r = (t - n * LN_2_HIGH) - n * LN_2_LOW
@@ -197,8 +197,10 @@ def _exp(t):
 
 @compiled
 def _exp2(b):
-    """2^b of −127 ≤ b ≤ 0, fp32, to 3e-7 of itself; 0 at −127, the smallest exponent's bits; NaN
-    stays NaN, if it comes of 16 bits."""
+    """2^b for −127 ≤ b ≤ 0, fp32, with a relative error of 3e-7; 0 at −127.
+
+    NaN stays NaN if it was converted from 16 bits.
+    """
     rounded = b + ROUNDER
     r = b - (rounded - ROUNDER)
     p = B5 * r + B4
@@ -211,7 +213,7 @@ def _exp2(b):
 
 @compiled
 def _tanh(u):
-    """tanh u, from e^{−2|u|}, and near 0 from an odd polynomial."""
+    """tanh u from e^{−2|u|}, or from an odd polynomial near 0."""
     e = _exp(-abs(u) - abs(u))
     far = (ONE - e) / (ONE + e)
     square = u * u
@@ -231,15 +233,15 @@ def _from_bf16(bits):
 
 @compiled
 def _to_bf16(value):
-    """To the nearest, ties to even."""
-    bits = F32(value if value == value else NAN).view(U32)  # no bits that a carry goes through
+    """Round to nearest, ties to even."""
+    bits = F32(value if value == value else NAN).view(U32)  # a NaN without bits that would carry
     return np.int16(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
 
 
 @compiled
 def _from_fp16(bits):
     magnitude = U32((U32(bits) & U32(0x7FFF)) << U32(13))
-    # 2¹¹² moves the exponent's bias, of numbers below the normal range too.
+    # 2¹¹² changes the exponent's bias, for subnormal numbers as well.
     value = U32(magnitude).view(F32) * F32(2.0**112)
     special = U32(magnitude | U32(0x7F800000)).view(F32)  # infinity or NaN
     value = special if magnitude >= U32(0x0F800000) else value
@@ -248,11 +250,11 @@ def _from_fp16(bits):
 
 @compiled
 def _to_fp16(value):
-    """To the nearest, ties to even."""
+    """Round to nearest, ties to even."""
     bits = F32(value).view(U32)
     magnitude = U32(bits & U32(0x7FFFFFFF))
     size = U32(magnitude).view(F32)
-    # Below 2⁻¹⁴ the sum with ½ rounds to a multiple of 2⁻²⁴, which its last bits then count.
+    # Below 2⁻¹⁴, adding ½ rounds to a multiple of 2⁻²⁴, counted by the last bits of the sum.
     small = U32(F32(size + F32(0.5)).view(U32) - U32(0x3F000000))
     rounded = U32(U32(magnitude + U32(0xC8000FFF) + ((magnitude >> U32(13)) & U32(1))) >> U32(13))
     half = small if size < F32(2.0**-14) else rounded
@@ -271,7 +273,7 @@ def _row(rows, i):
 
 
 def _wide(logit):
-    """A logit in fp32."""
+    """Convert a logit to fp32."""
 
 
 @overload(_wide, jit_options={"fastmath": set(EXACT)})
@@ -283,7 +285,7 @@ def _wide_of(logit):
 
 
 def _store(out, j, value):
-    """An fp32 value to an entry of the gradient."""
+    """Store an fp32 value in the gradient."""
 
 
 @overload(_store, jit_options={"fastmath": set(EXACT)})
@@ -301,22 +303,21 @@ def _store_of(out, j, value):
 
 @compiled
 def clear(out):
-    """A row of zeros; assigning to a slice takes a second more to compile."""
+    """Set a row to 0. Assigning to a slice takes a second longer to compile."""
     for j in range(len(out)):
         out[j] = 0
 
 
 @compiled
 def _capped(x, softcap, logit_scale):
-    """The score of a logit in fp32: itself without a soft-cap, for the scale comes after the
-    shift."""
+    """Return the score of an fp32 logit. Without a soft-cap the scale comes after the shift."""
     if softcap is None:
         return x
     return F32(softcap) * _tanh(x * F32(logit_scale / softcap))
 
 
 def _scores(x, block, softcap, logit_scale):
-    """z of a block: the logits themselves without a soft-cap, or written into the buffer."""
+    """Return z of a block: the logits, or the capped scores in the buffer."""
 
 
 @overload(_scores, jit_options={"fastmath": set(EXACT), "forceinline": True})
@@ -338,10 +339,10 @@ def _score(x, j, softmax):
 
 
 def _largest(x):
-    """The largest logit of a row in fp32; NaN is larger than all, if its sign bit is not set.
+    """Return the largest logit of a row in fp32. A NaN without a sign bit is the largest.
 
-    As integers, with the magnitude of the negative ones turned over, the bits have the numbers'
-    order; the maximum of integers is a vector instruction, which no NaN disturbs.
+    As integers, with the magnitude bits of negative numbers inverted, floats have the same order,
+    and the maximum of integers is a vector instruction that NaN does not disturb.
     """
 
 
@@ -361,7 +362,7 @@ def _largest_of(x):
     magnitude = integer(np.iinfo(integer).max)
 
     def largest(x):
-        largest = least  # and not ~magnitude, which numba widens
+        largest = least  # not ~magnitude, which numba widens
         for j in range(len(x)):
             bits = bits_of(x[j])
             key = integer(bits ^ ((bits >> sign) & magnitude))
@@ -373,19 +374,19 @@ def _largest_of(x):
 
 @compiled
 def _maximum(x, softmax):
-    """The largest score."""
+    """Return the largest score."""
     return _capped(_largest(x), softmax.softcap, softmax.logit_scale)
 
 
 def _units(z):
-    """(e^t, what t is where that is 0, nats in t, t in a nat). Of 16-bit logits t is in bits."""
+    """(exponential, lowest t, nats per unit of t, units per nat). 16-bit logits have t in bits."""
     if isinstance(z.dtype, types.Float):
         return _exp, LOWEST_NATS, ONE, ONE
     return _exp2, LOWEST_BITS, LN_2, LOG2_E
 
 
 def _block_sums(z, maximum, scale):
-    """(Σ e^t, Σ e^t·t) of a block."""
+    """Return (Σ e^t, Σ e^t·t) of a block."""
 
 
 @overload(_block_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
@@ -409,15 +410,17 @@ def _block_sums_of(z, maximum, scale):
 
 @compiled
 def _stop(start, token, size):
-    """Where the block that begins here ends: before the token, if that is in it. The next one
-    begins after it, and the loop over a block stands in the kernel once."""
+    """Return the end of the block at `start`: before the token if it is in the block.
+
+    The next block starts after the token, so that the kernel contains the block loop once.
+    """
     stop = min(start + BLOCK, size)
     return token if start <= token < stop else stop
 
 
 @compiled
 def _sums(x, block, token, maximum, scale, softmax):
-    """(Σ e^t, Σ e^t·t) of all but the token, fp64."""
+    """Return (Σ e^t, Σ e^t·t) of all columns except the token, fp64."""
     mass = 0.0
     moment = 0.0
     start = 0
@@ -433,8 +436,11 @@ def _sums(x, block, token, maximum, scale, softmax):
 
 @compiled
 def _gap(z, ref_z, row, scale):
-    """t − r of one column. Near the reference the difference of the scores is exact where that of
-    the two shifted and scaled ones is not; columns at −inf keep their stand-ins."""
+    """Return t − r of one column.
+
+    Close to the reference, the difference of the scores is exact where that of the shifted and
+    scaled scores is not. Columns at −inf keep their replacements.
+    """
     t = (z - row.maximum) * scale
     r = (ref_z - row.ref_maximum) * scale
     t = LOWEST_NATS if t < LOWEST_NATS else t
@@ -449,7 +455,7 @@ class _Maxima(NamedTuple):
 
 
 def _block_gap_sums(z, ref_z, maxima, scale):
-    """(Σ e^t·gap, how many columns the reference rules out and the policy does not) of a block."""
+    """Return (Σ e^t·gap, the number of columns that only the reference rules out) of a block."""
 
 
 @overload(_block_gap_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
@@ -473,7 +479,7 @@ def _block_gap_sums_of(z, ref_z, maxima, scale):
 
 @compiled
 def _gap_sums(x, ref_x, blocks, token, maxima, scale, softmax):
-    """The same of a row but for the token, fp64."""
+    """Return the `_block_gap_sums` of a row without the token, fp64."""
     total = 0.0
     ruled_out = 0.0
     start = 0
@@ -490,7 +496,7 @@ def _gap_sums(x, ref_x, blocks, token, maxima, scale, softmax):
 
 @compiled
 def _cap_slope(x, softcap, logit_scale):
-    """1 − tanh² of a capped score, from the logit: from the score it has no digits near the cap."""
+    """1 − tanh² of a capped score, from the logit: near the cap the score has no digits for it."""
     if softcap is None:
         return ONE
     u = abs(x * F32(logit_scale / softcap))
@@ -499,7 +505,7 @@ def _cap_slope(x, softcap, logit_scale):
 
 
 class _Factors(NamedTuple):
-    """e^t·(constant + linear·t + of_gap·gap)."""
+    """The gradient e^t·(constant + linear·t + of_gap·gap)."""
 
     constant: float
     linear: float
@@ -507,8 +513,10 @@ class _Factors(NamedTuple):
 
 
 def _block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax):
-    """dL/dx of a block, without the gap where `ref_z` is None or has no entries. `out` may not be
-    memory of what is read: there would be no vector instructions."""
+    """Write dL/dx of a block, without the gap if `ref_z` is None or empty.
+
+    `out` must not alias the inputs, or there would be no vector instructions.
+    """
 
 
 @overload(_block_gradient, jit_options={"fastmath": set(EXACT), "forceinline": True})
@@ -544,12 +552,12 @@ def _reference_scores(ref_rows, i, start, stop, block, softmax):
     return _scores(ref_x, block, softmax.softcap, softmax.logit_scale)
 
 
-# --------------------------------------------------------------------------------- a row as a whole
+# ------------------------------------------------------------------------------------- whole rows
 
 
 @compiled
 def _scales(softmax, i):
-    """(factor of the shifted scores, dx/dt but for the cap's slope)."""
+    """Return (factor of the shifted scores, dt/dx without the cap's slope)."""
     temperature = softmax.temperature
     if len(softmax.temperatures):
         temperature = softmax.temperatures[i]
@@ -558,7 +566,7 @@ def _scales(softmax, i):
 
 @compiled
 def _total(x, block, token, scale, softmax):
-    """(m, t_y, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
+    """Return (m, t_y, Σ e^t of the other columns, Σ e^t·t, log Σ e^t)."""
     maximum = _maximum(x, softmax)
     factor = F32(scale)
     others, moment = _sums(x, block, token, maximum, factor, softmax)
@@ -615,7 +623,7 @@ def _statistics(x, ref_rows, blocks, token, scale, softmax, i):
 
 @compiled
 def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
-    """dL/dx of a row, from its statistics and by = (g_l, g_h, g_k). `grad` may be the logits."""
+    """Write dL/dx of a row from its statistics and by = (g_l, g_h, g_k). `grad` may alias `x`."""
     by_logprob, by_entropy, by_kl = by
     scale, slope = _scales(softmax, i)
     probability = math.exp(of_row.logprob)
@@ -638,7 +646,7 @@ def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
         stop = min(start + BLOCK, len(x))
         logits = _copied(x[start:stop], room.logits)
         z = _scores(logits, room.scores[0], softmax.softcap, softmax.logit_scale)
-        # An infinite KL that is only reported does not touch the gradient.
+        # An infinite KL that is only reported does not affect the gradient.
         ref_stop = start if by_kl == 0 else stop
         ref_z = _reference_scores(ref_rows, i, start, ref_stop, room.scores[1], softmax)
         out = grad[start:stop]
@@ -649,13 +657,13 @@ def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
 
 @compiled
 def _k3(difference):
-    """e^{−d} − 1 + d, the exponent clamped."""
+    """e^{−d} − 1 + d with a clamped exponent."""
     return math.expm1(min(max(-difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)) + difference
 
 
 @compiled
 def sampled_kl(difference, estimator):
-    """(the estimate from d = logprob − ref_logprob, its derivative by the logprob)."""
+    """Return (the estimate from d = logprob − ref_logprob, its derivative by the logprob)."""
     if estimator == K1:
         return difference, 1.0
     if estimator == K2:
@@ -666,7 +674,7 @@ def sampled_kl(difference, estimator):
 
 @compiled
 def _policy_term(logprob, ratio, advantage, is_clamped, loss):
-    """(policy term, its derivative by the logprob); `definition.policy_term`."""
+    """Return (policy term, its derivative by the logprob); see `definition.policy_term`."""
     unclipped = ratio * advantage
     if loss.policy_term == CLIP:
         clipped = min(max(ratio, loss.lowest_ratio), loss.highest_ratio) * advantage
@@ -695,10 +703,10 @@ def _policy_term(logprob, ratio, advantage, is_clamped, loss):
 
 @compiled
 def _token_loss(logprob, full_kl, token, loss, i):
-    """(policy term·importance weight, ratio, KL, w·(g_l, g_h, g_k)) of one token.
+    """Return (policy term·importance weight, ratio, KL, w·(g_l, g_h, g_k)) of one token.
 
-    A derivative is 0 where a clip is active, or the ratio's exponent is clamped. Comparisons are
-    written so that NaN counts as active: it must reach the gradient, where it is noticed.
+    A derivative is 0 where a clip is active or the ratio's exponent is clamped. Comparisons treat
+    NaN as active, so that it reaches the gradient and is noticed.
     """
     advantage = token.advantages[i]
     weight = token.weights[i]
@@ -719,7 +727,7 @@ def _token_loss(logprob, full_kl, token, loss, i):
         distance = logprob - token.ref_logprobs[i]
         kl, slope = sampled_kl(distance, loss.kl_estimator)
         if loss.kl_ratio_weighted:
-            # Of k3, KL + slope is d, of which the sum has no digits far below the reference.
+            # For k3, KL + slope is d; the sum would have no digits far below the reference.
             is_k3 = loss.kl_estimator == K3 and abs(distance) <= LOG_RATIO_LIMIT
             both = distance if is_k3 else kl + slope
             slope = ratio * (slope if is_clamped else both)
@@ -731,7 +739,7 @@ def _token_loss(logprob, full_kl, token, loss, i):
 
 @compiled
 def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
-    """What a token adds to each of `SUMS`; the largest ratio is not a sum."""
+    """Return a token's contribution to each of `SUMS`, and its ratio for the maximum."""
     weight = token.weights[i]
     advantage = token.advantages[i]
     total = policy - loss.entropy_coef * entropy
@@ -762,7 +770,7 @@ def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
 
 @compiled
 def _saved_statistics(x, stats, token, softmax, i):
-    """The statistics of a row that the forward pass saved in a `StatsRows`."""
+    """Restore the statistics of a row from the `StatsRows` of the forward pass."""
     maximum = F32(stats.normalizer[i, 0] * softmax.unit)
     log_total = np.float64(stats.normalizer[i, 1])
     shifted = np.float64(_score(x, token, softmax) - maximum) * _scales(softmax, i)[0]
@@ -787,9 +795,12 @@ def _saved_statistics(x, stats, token, softmax, i):
 def _loss_rows(
     start, stop, room, rows, ref_rows, token, loss, softmax, row_stats, terms, has_gradient, grad
 ):
-    """Rows start to stop of the loss. Written of the rows that count: (logprob, entropy, KL) to
-    row_stats [3, N], what they add to each of `SUMS` to terms [N, len(SUMS)], and to has_gradient
-    [N]; of all rows the gradient to `grad`, where that has columns."""
+    """The loss of rows start to stop.
+
+    For rows of non-zero weight, write (logprob, entropy, KL) to row_stats [3, N], their
+    contribution to `SUMS` to terms [N, len(SUMS)], and has_gradient [N]. For all rows, write the
+    gradient to `grad` if it has columns.
+    """
     for i in range(start, stop):
         if token.weights[i] == 0:
             clear(_row(grad, i))
@@ -797,7 +808,7 @@ def _loss_rows(
         x = _row(rows, i)
         scale = _scales(softmax, i)[0]
         of_row = _statistics(x, ref_rows, room.scores, token.tokens[i], scale, softmax, i)
-        logprob = np.float64(F32(of_row.logprob))  # as it is returned, and later given as old
+        logprob = np.float64(F32(of_row.logprob))  # rounded as the caller gets it
         policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
         row_stats[0, i] = logprob
         row_stats[1, i] = of_row.entropy
@@ -815,7 +826,7 @@ def _loss_rows(
 
 @kernel
 def _statistics_rows(start, stop, room, rows, ref_rows, tokens, softmax, row_stats, normalizers):
-    """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N]; the normalizers to
+    """Write (logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N] and the normalizers to
     [2, N, 2]."""
     for i in range(start, stop):
         x = _row(rows, i)
@@ -828,7 +839,7 @@ def _statistics_rows(start, stop, room, rows, ref_rows, tokens, softmax, row_sta
         row_stats[3, i] = of_row.p_others
         row_stats[4, i] = of_row.mean_gap
         row_stats[5, i] = of_row.token_gap
-        # Each by itself: a tuple that is assigned to an array takes three seconds to compile.
+        # One by one: assigning a tuple to an array takes three seconds to compile.
         normalizers[0, i, 0] = of_row.maximum / softmax.unit
         normalizers[0, i, 1] = of_row.log_total
         if ref_rows is not None:
@@ -838,8 +849,8 @@ def _statistics_rows(start, stop, room, rows, ref_rows, tokens, softmax, row_sta
 
 @kernel
 def _gradient_rows(start, stop, room, rows, ref_rows, tokens, softmax, by, stats, grad):
-    """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
-    `_statistics_rows` gave."""
+    """Write dL/dx from the results of `_statistics_rows` and by [3, N], the loss's derivatives by
+    logprob, entropy and KL."""
     for i in range(start, stop):
         of_loss = (by[0, i], by[1, i], by[2, i])
         if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
@@ -851,7 +862,7 @@ def _gradient_rows(start, stop, room, rows, ref_rows, tokens, softmax, by, stats
         _row_gradient(x, ref_rows, room, of_row, grad_row, tokens[i], of_loss, softmax, i)
 
 
-# ----------------------------------------------------------------------------------- the operations
+# --------------------------------------------------------------------------------------- operations
 
 NOTHING = np.empty(0)
 
@@ -861,11 +872,11 @@ BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.uint16,
 }
-"""The dtypes that the loops are for, and as what their memory is seen."""
+"""Supported dtypes, and the dtypes that the loops view them as."""
 
 
 def _rows(x: Tensor | None, like: Tensor) -> _Rows:
-    """The memory of [N, V] or [B, T, V] with a dense last axis; without any, rows of no columns."""
+    """View [N, V] or [B, T, V] with a dense last axis; None or empty gives rows without columns."""
     if x is None or not x.numel():
         return _Rows(torch.empty(0, dtype=BITS[like.dtype]).numpy(), 0, 1, 0, 0)
     x = x.detach() if x.dtype in BITS else x.detach().float()  # a reference in fp64
@@ -885,7 +896,7 @@ def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
 
 
 def _room(logits: Tensor) -> _Room:
-    """The buffers of one thread."""
+    """Allocate the buffers of one thread."""
     in_memory = torch.empty(BLOCK, dtype=BITS[logits.dtype])
     return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32))
 
@@ -903,14 +914,14 @@ def _numbers(softmax: Softmax) -> _Softmax:
 
 
 def _arrays(per_token: PerToken) -> PerToken:
-    """In fp64; what is not given is an empty array."""
+    """Convert to fp64 arrays, empty for None."""
     tokens, *numbers = per_token
     indices: Any = tokens.contiguous().numpy()
     return PerToken(indices, *[_doubles(x) for x in numbers])
 
 
 def _codes(objective: Objective) -> Objective:
-    """With numbers in the place of names; no dual clip is infinity, no gate NaN."""
+    """Replace names by numbers, a missing dual clip by infinity and missing gates by NaN."""
     return objective._replace(
         dual_clip=math.inf if objective.dual_clip is None else objective.dual_clip,
         kl_estimator=ESTIMATORS[objective.kl_estimator],
@@ -921,13 +932,14 @@ def _codes(objective: Objective) -> Objective:
 
 
 class _Pass(NamedTuple):
-    """The results of a pass over rows, beside the gradient."""
+    """The results of a pass over rows, besides the gradient.
+
+    statistics: [3, N] fp32: logprobs, entropy, KL. has_gradient: [N] bool.
+    """
 
     sums: Tensor
     statistics: Tensor
-    """[3, N] fp32: logprobs, entropy, KL."""
     has_gradient: Tensor
-    """[N] bool: which rows have a gradient."""
 
 
 def _loss_pass(
@@ -962,7 +974,7 @@ def _loss_pass(
     )
     of_tokens = torch.from_numpy(terms)
     sums = of_tokens.sum(0)
-    sums[RATIO_MAX] = of_tokens[:, RATIO_MAX].max()  # NaN, if one is
+    sums[RATIO_MAX] = of_tokens[:, RATIO_MAX].max()  # propagates NaN
     return _Pass(sums.float(), torch.from_numpy(row_stats), torch.from_numpy(has_gradient))
 
 
@@ -976,10 +988,11 @@ def ppo_loss(
     need_grad: bool = True,
     inplace: bool = False,
 ) -> PPORows:
-    """Clipped PPO loss of every row, its statistics, and its gradient in the same pass.
+    """PPO loss of every row, its statistics, and its gradient in the same pass.
 
-    `inplace` writes dL/dlogits over the logits. `ref_logits` is read for `kl_estimator="full"`
-    alone. Sources: Schulman et al. 2017, eq. 7; Ziegler et al. 2019; Ye et al. 2020 (dual clip).
+    `inplace` writes dL/dlogits over the logits. `ref_logits` is read only for
+    `kl_estimator="full"`.
+    Sources: Schulman et al. 2017, eq. 7; Ziegler et al. 2019; Ye et al. 2020 (dual clip).
     """
     grad = (logits if inplace else fresh(logits)) if need_grad else None
     done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
@@ -996,13 +1009,13 @@ def chunk_ppo_loss(
     ref_logits: Tensor | None = None,
     need_grad: bool = True,
 ) -> tuple[PPORows, Tensor | None]:
-    """`ppo_loss` in place for a chunk [n, V] of rows that all count.
+    """`ppo_loss` in place for a chunk [n, V] of rows with non-zero weight.
 
-    Rows that have no gradient (clipped or A = 0, with no entropy or KL term) are left out: the
-    others are moved together, so that the GEMMs take them alone.
+    Rows with a gradient are moved together, so that the GEMMs skip the others (clipped, or A = 0,
+    without entropy or KL terms).
 
     Returns:
-        (PPORows, whose grad is [m, V] or None; [m] int64, the rows that it holds, None for all n).
+        (PPORows with grad [m, V] or None; the rows [m] int64 in grad, or None for all n).
     """
     grad = logits if need_grad else None
     done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
@@ -1016,15 +1029,15 @@ def chunk_ppo_loss(
         return chunk._replace(grad=logits), None
     fillers = done.has_gradient.logical_not().nonzero()[: size - count]
     live = torch.cat([done.has_gradient.nonzero(), fillers]).squeeze(-1).sort().values
-    for place, row in enumerate(live.tolist()):  # upwards: no row is written over that is yet to go
+    for place, row in enumerate(live.tolist()):  # ascending: overwrites only rows already moved
         if place != row:
             logits[place] = logits[row]
     return chunk._replace(grad=logits[:size]), live
 
 
 def _mend_normalizers(normalizers: Any, logits: Tensor) -> None:
-    """To the definition's (row maximum, log Σ e^t): `_largest` passes some NaN over, and an x86
-    CPU's conversion to bf16 makes those."""
+    """Apply the definition's rules for NaN and −inf: `_largest` misses NaN with a sign bit, which
+    an x86 CPU's conversion to bf16 creates."""
     maximum, log_total = normalizers.T
     for i in np.flatnonzero((maximum == -np.inf) | np.isnan(log_total)):
         row = logits.detach()[np.unravel_index(i, logits.shape[:-1])]
@@ -1037,7 +1050,7 @@ def _mend_normalizers(normalizers: Any, logits: Tensor) -> None:
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
-    """Logprob of the token, entropy and (given `ref_logits`) the full KL of each row."""
+    """Return the token's logprob, entropy and, with `ref_logits`, full KL of each row."""
     count = tokens.numel()
     row_stats = np.empty((6, count), np.float32)
     normalizers = np.zeros((2, count, 2), np.float32)
@@ -1069,10 +1082,10 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient.
+    """Return dL/dlogits in the logits' shape and dtype, reading rows with a gradient once more.
 
-    The entropy's part is p·(μ − t) with μ = log S − entropy, of which fp32 keeps 5e-7 nats: in rows
-    of deviation σ it is off by some 1e-7/σ of the row's largest entry.
+    The entropy's part is p·(μ − t) with μ = log S − entropy, which fp32 keeps to 5e-7 nats: for
+    rows of deviation σ the error is about 1e-7/σ of the row's largest entry.
     """
     grad = fresh(logits)
     by = np.zeros((3, tokens.numel()))

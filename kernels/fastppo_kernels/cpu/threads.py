@@ -1,8 +1,8 @@
-"""How the CPU's compiled loops are compiled, given memory and spread over threads.
+"""Compilation, memory and threads of the CPU's loops.
 
-The threads are Python's, and the loops release its lock. A pool of OpenMP's or numba's own would
-spin beside torch's on the same cores after every call, dies after a fork or refuses to be called
-from two threads at once; these wait in the kernel, and are as many as torch has at the call.
+The threads are Python's, and the loops release the GIL. A pool of OpenMP or numba would spin on the
+same cores as torch's after every call, die after a fork, or refuse calls from two threads. These
+threads block while they wait; there are as many as torch has at the time of the call.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from numba.core.serialize import dumps
 from torch import Tensor
 
 EXACT = frozenset({"contract"})
-"""What the compiler may change in arithmetic: a product and a sum may become one multiply-add."""
+"""Arithmetic flags: the compiler may contract a product and a sum into one multiply-add."""
 
 IN_LANES = EXACT | {"reassoc", "nsz"}
-"""For loops with sums, besides: they may be carried in lanes. NaN and infinities are kept."""
+"""Flags of loops whose sums may be carried in vector lanes. NaN and infinities are kept."""
 
 HUGE_PAGE = 2**21
-"""Bytes: below twice as many, memory is torch's."""
+"""Bytes. Below twice as many, torch allocates the memory."""
 
 ENTRIES_PER_THREAD = 2**18
-"""A thread that waits takes longer to wake than another takes for as many: GAE, 64 × 4096, two
-processors that other processes kept busy, took 0.5 ms on one thread and 2.6 on two."""
+"""Work that is worth a second thread, given the time to wake one: GAE of 64 × 4096 on two busy
+processors took 0.5 ms on one thread and 2.6 ms on two."""
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -54,7 +54,7 @@ SOURCES = _hash_of_sources(Path(__file__).parent)
 
 
 class _Files:
-    """The machine code of a function, in a file for each signature that is replaced as a whole."""
+    """The machine code of a function: one file per signature, replaced atomically."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -64,7 +64,7 @@ class _Files:
         return Path(f"{self._prefix}.{digest[:16]}.nbc")
 
     def load(self, signature: Any) -> Any:
-        """None where there is no code for these sources, or a file that a power cut has cut."""
+        """Return the code, or None if it is missing, truncated or for other sources."""
         try:
             sources, code = pickle.loads(self._path(signature).read_bytes())
             return pickle.loads(code) if sources == SOURCES else None
@@ -72,7 +72,7 @@ class _Files:
             return None
 
     def save(self, signature: Any, code: Any) -> None:
-        """Keeps nothing where the disk is full: later processes compile it anew."""
+        """Save the code, unless the disk is full; then later processes compile again."""
         path = self._path(signature)
         written = path.with_suffix(f".{os.getpid()}")
         try:
@@ -83,11 +83,11 @@ class _Files:
 
 
 class _Cache(FunctionCache):
-    """numba's, but safe for processes that compile at once, and for functions of several files.
+    """numba's cache, made safe for concurrent compilation and for functions in several files.
 
-    numba's index of a function's versions is read and written without a lock: when two processes
-    add one, the code of one signature may lie under the other for good. And its code is fresh as
-    long as the function's own file is, whatever became of those that it calls.
+    numba reads and writes its index without a lock: if two processes add a signature at once, the
+    code of one may stay under the name of the other. It also checks only the function's own file
+    for changes, not those of the functions that it calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -96,7 +96,7 @@ class _Cache(FunctionCache):
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """The function in machine code, which is kept for later processes where there is a place."""
+    """Compile a function, and cache the machine code if a folder is writable."""
     options: dict[str, Any] = {
         "nogil": True,
         "error_model": "numpy",
@@ -104,17 +104,17 @@ def kernel(function: Callable[..., Any]) -> Any:
         "no_cfunc_wrapper": True,
     }
     loop = numba.njit(**options)(function)
-    with contextlib.suppress(RuntimeError):  # no folder can be written to
+    with contextlib.suppress(RuntimeError):  # no writable folder
         loop._cache = _Cache(function)
     return loop
 
 
 def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
-    """A part of kernels, which Python cannot call: that would take a tenth longer to compile.
+    """Compile a part of kernels, inlined, that Python cannot call.
 
-    It stands within the kernel wherever it is used. As a function of its own it would be compiled
-    twice, by itself and with the kernel, with sums in two orders; which one a process runs would
-    depend on whether its code was compiled or loaded.
+    A wrapper for Python would add a tenth to the compile time. Without inlining it would be
+    compiled twice, alone and with the kernel, with sums in two orders, and the bits of a process
+    would depend on whether its code was compiled or loaded.
     """
     options: dict[str, Any] = {
         "error_model": "numpy",
@@ -127,7 +127,7 @@ def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -
 
 
 def compiled_in_lanes(function: Callable[..., Any]) -> Any:
-    """The same, where sums may be carried in lanes."""
+    """`compiled`, with sums carried in vector lanes."""
     return compiled(function, IN_LANES)
 
 
@@ -144,12 +144,13 @@ def _say_if_it_compiles(kernel: Any) -> None:
 def in_threads(
     kernel: Any, count: int, *arguments: Any, entries: int, room: Callable[[], Any] | None = None
 ) -> None:
-    """`kernel(start, stop, *arguments)` for parts of `range(count)`, one to a thread.
+    """Run `kernel(start, stop, *arguments)` over parts of `range(count)`, one per thread.
 
-    `room()`, if given, stands before the arguments: memory that a thread works in. A kernel that
-    asked for it would take some hundredths of a second longer to compile for each kind of array.
-    `entries` is how many logits or tokens there are in all: few are not worth a second thread. On a
-    terminal one line tells of a compilation that takes more than a second.
+    entries: the total number of logits or tokens, which limits the number of threads.
+    room: creates a thread's buffers, passed before the arguments. Allocation inside the kernel
+        would take longer to compile.
+
+    On a terminal, a compilation of more than a second is announced in one line.
     """
     if not kernel.signatures and sys.stderr is not None and sys.stderr.isatty():
         clock = Timer(1.0, _say_if_it_compiles, [kernel])
@@ -176,7 +177,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """A child of a fork has none of its parent's threads."""
+    """Drop the pool in a forked child, which has none of the parent's threads."""
     global _pool
     _pool = None
 
@@ -185,10 +186,10 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a contiguous tensor of this shape, in huge pages where it is large.
+    """Allocate a contiguous tensor of this shape, in huge pages if it is large.
 
-    Two thirds of the time of writing a new tensor are page faults, which are 512 times fewer in
-    huge pages. NumPy asks the system for them, and torch does not.
+    Page faults take two thirds of the time of writing a new tensor, and huge pages have 512 times
+    fewer. NumPy requests them from the system; torch does not.
     """
     dtype = dtype or like.dtype
     if like.numel() * dtype.itemsize < 2 * HUGE_PAGE or like.device.type != "cpu":

@@ -1,1 +1,1 @@
-"""PyTorch backend: the definition, row block by row block."""
+"""PyTorch backend: the definition in chunks of rows."""

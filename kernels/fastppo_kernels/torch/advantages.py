@@ -1,6 +1,6 @@
-"""GAE, reward shaping and whitening by the definition: what a device without kernels runs.
+"""GAE, reward shaping and whitening by the definition, for devices without kernels.
 
-The recurrence goes token by token in Python, on the CPU: slow, and right.
+The recurrence runs token by token in Python on the CPU: slow and simple.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastppo_kernels.records import (
 
 
 def _moved(record: Any, device: torch.device | str) -> Any:
-    """The record with its tensors on another device."""
+    """Move the record's tensors to a device."""
     return map_tensors(lambda x: x.to(device), record)
 
 

@@ -1,7 +1,7 @@
-"""The definition, a chunk of rows at a time: what a device without kernels of its own runs.
+"""The definition in chunks of rows, for devices without kernels and for fp64 logits on a CPU.
 
-Slow, and right: autograd differentiates `fastppo_kernels.definition`, and the softmax of no more
-than a chunk is held. fp64 logits on a CPU come here too.
+Slow and simple: autograd differentiates `fastppo_kernels.definition`, and the softmax of only one
+chunk is in memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fastppo_kernels.records import (
 )
 
 CHUNK_ELEMENTS = 2**22
-"""Logits handled at once."""
+"""Logits per chunk."""
 
 READS_VALUES = True
-"""The host looks at values: rows of weight 0 stay out of the lm-head's GEMMs."""
+"""The host reads values: rows of weight 0 skip the lm-head's GEMMs."""
 
 
 def _chunks(logits: Tensor) -> Iterator[Tensor]:
-    """Indices of rows, [n] int64."""
+    """Yield the row indices of each chunk, [n] int64."""
     count = logits.shape[:-1].numel()
     vocab = logits.shape[-1]
     rows = torch.arange(count, device=logits.device)
@@ -43,14 +43,14 @@ def _chunks(logits: Tensor) -> Iterator[Tensor]:
 
 
 def _place(x: Tensor, rows: Tensor) -> Any:
-    """Where these rows are in [N, V], or in [B, T, V] counted through B·T."""
+    """Return the index of rows in [N, V], or in [B, T, V] numbered along B·T."""
     return rows if x.dim() == 2 else (rows // x.shape[1], rows % x.shape[1])
 
 
 def _differentiated(function: Callable[..., Any], x: Tensor) -> tuple[Tensor, Any]:
-    """(the gradient by `x` of what `function(x)` returns first, what it returns besides).
+    """Return (the gradient by `x` of the first result of `function(x)`, the second result).
 
-    Inside an operator autograd is off for the thread that called it, so another one does it.
+    Autograd is off inside an operator on the calling thread, so another thread differentiates.
     """
 
     def work() -> tuple[Tensor, Any]:
@@ -129,7 +129,7 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """dL/dlogits in the logits' shape and dtype, by autograd over the definition."""
+    """Return dL/dlogits in the logits' shape and dtype, by autograd of the definition."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows in _chunks(logits):
         by_statistics = grads.at(rows)
@@ -142,7 +142,7 @@ def token_stats_backward(
         )
         place = _place(logits, rows)
         row_grads, moves = _differentiated(weighted, logits[place])
-        # A row that nobody counts may hold anything, and 0·NaN is not 0.
+        # Uncounted rows may hold anything, and 0·NaN is not 0.
         grad[place] = torch.where(moves.unsqueeze(-1), row_grads, 0.0)
     return grad
 
@@ -155,7 +155,7 @@ def _weighted_statistics(
     ref_logits: Tensor | None,
     by_statistics: StatsGradients,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ derivative·statistic, 0-d; which rows have a derivative, [n] bool)."""
+    """Return (Σ derivative·statistic, 0-d; the rows with a derivative, [n] bool)."""
     stats = definition.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
     total = stats.logprobs.new_zeros(())
     moves = torch.zeros_like(tokens, dtype=torch.bool)
