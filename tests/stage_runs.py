@@ -1,4 +1,4 @@
-"""Short runs of the stages before PPO on tiny models, with the rows that they learn from."""
+"""Short runs of the stages before PPO on tiny models, with their data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = [
     {"prompt": f"w{i % 12}", "chosen": f" w{20 + i % 5} w7", "rejected": f" w{20 + i % 5} w8"}
     for i in range(36)
 ]
-"""w7 is liked and w8 is not."""
+"""w7 is preferred to w8."""
 
 SHORT: dict[str, Any] = {
     "gradient_accumulation": 1,
@@ -36,7 +36,7 @@ def sft_config(tmp_path: Path, **more: Any) -> SFTConfig:
 
 
 def sft(config: SFTConfig, model: Any = None, rows: Any = ROWS, **more: Any) -> dict[str, float]:
-    """Trains on `rows` with a tiny Llama, unless others are given."""
+    """Train a tiny Llama on `rows`."""
     parts = {"tokenizer": tiny.tokenizer(), "console": Console(file=io.StringIO()), **more}
     return train_sft(config, model=model or tiny.model(), rows=rows, **parts)
 
@@ -47,14 +47,14 @@ def reward_config(tmp_path: Path, **more: Any) -> RewardModelConfig:
 
 
 def classifier(tmp_path: Path, architecture: str = "llama", **options: Any) -> Any:
-    """A reward model with a new head on a tiny trunk."""
+    """Return a tiny reward model with a new head."""
     return load_classifier(tiny.saved_model(tmp_path / "sft", architecture, **options))
 
 
 def reward_model(
     config: RewardModelConfig, tmp_path: Path, rows: Any = PAIRS, **more: Any
 ) -> dict[str, float]:
-    """Trains on `rows` with a tiny classifier, unless others are given."""
+    """Train a tiny classifier on `rows`."""
     parts = {"tokenizer": tiny.tokenizer(), "console": Console(file=io.StringIO()), **more}
     if not config.model and "model" not in parts:
         parts["model"] = classifier(tmp_path)
@@ -62,7 +62,7 @@ def reward_model(
 
 
 class Interrupt(TrainerCallback):
-    """Stops a run before the step after `step`, as Ctrl-C does."""
+    """Raise KeyboardInterrupt after `step` steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -593,7 +593,7 @@ def test_a_stage_that_was_stopped_ends_in_the_same_bits(
             assert code == 0
         else:
             assert code == 143
-            where = f"`--resume true` goes on from {folder.run / f'checkpoint-{step}'}\n"
+            where = f"`--resume true` continues from {folder.run / f'checkpoint-{step}'}\n"
             assert f"stopped by SIGTERM after {step} of 16 steps; {where}" in said
     monkeypatch.undo()
     if signum != signal.SIGUSR1:

@@ -1,1 +1,1 @@
-"""The stages before PPO: supervised fine-tuning, and the reward model."""
+"""The stages before PPO: supervised fine-tuning and the reward model."""

@@ -1,4 +1,4 @@
-"""Trainer's callbacks of a stage: records, checkpoints on request, progress."""
+"""Trainer callbacks of a stage: records, checkpoints on request, progress."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastppo.stages.options import SupervisedConfig
 
 
 class Records(TrainerCallback):
-    """Trainer's log as the records of a run directory, by optimiser step.
+    """Write Trainer's logs to the run directory, indexed by optimizer step.
 
     Raises:
-        FloatingPointError: a loss is not a finite number.
+        FloatingPointError: the loss is not finite.
     """
 
     def __init__(self, config: SupervisedConfig, world: World | None = None) -> None:
@@ -28,7 +28,7 @@ class Records(TrainerCallback):
         self.world = world or World()
         self._log: SharedLog | None = None
         self._written: set[tuple[int, frozenset[str]]] = set()
-        """(step, names) of the records: Trainer logs the last ones again after a resume."""
+        """(step, names) of each record: after a resume Trainer repeats the last ones."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run_dir = Path(self.config.output_dir)
@@ -45,7 +45,7 @@ class Records(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "train_runtime" in logs:
-            return  # Trainer's summary of the run
+            return  # Trainer's summary
         assert self._log is not None
         numbers = {name: float(value) for name, value in logs.items()}
         key = (state.global_step, frozenset(numbers))
@@ -59,7 +59,7 @@ class Records(TrainerCallback):
 
 
 class Interruptions(TrainerCallback):
-    """Writes a checkpoint on request, and stops after the current step on request."""
+    """Write a checkpoint, or stop after the current step, on request of a signal."""
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request
@@ -72,11 +72,11 @@ class Interruptions(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.request.stop and not float(state.epoch).is_integer():
-            control.should_evaluate = False  # an epoch that is cut short has no held-out metrics
+            control.should_evaluate = False  # no evaluation after an incomplete epoch
 
 
 class ProgressBar(TrainerCallback):
-    """Shows Trainer's steps; `show` is what `fastppo.run.progress.progress` yields."""
+    """Show Trainer's progress with `show`, the value of `fastppo.run.progress.progress`."""
 
     def __init__(self, show: Callable[..., None]) -> None:
         self.show = show

@@ -1,4 +1,4 @@
-"""The options of SFT and of the reward model, which are read before torch is imported."""
+"""Options of SFT and the reward model; reading them does not import torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class DataOptions(Options):
     )
     split: str = option("train", "Split of a datasets directory or hub dataset")
     eval_data: str | None = option(
-        None, "Held-out rows in the same form; none given means a share of the data"
+        None, "Held-out rows in the same form; default: a share of the data"
     )
     eval_share: float = option(
-        0.05, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+        0.05, "Share of the rows to hold out, by prompt", minimum=0, maximum=0.9
     )
     max_length: int | None = option(
-        None, "Longest row, tokens; none given means the model's context", minimum=2
+        None, "Maximum length of a row, tokens; default: the model's context", minimum=2
     )
 
 
@@ -38,17 +38,17 @@ class StepOptions(Options):
     epochs: float = option(1.0, "Passes over the data", above=0)
     batch_size: int = option(16, "Rows per forward and backward pass", minimum=1)
     gradient_accumulation: int = option(
-        4, "Batches per optimiser step; the loss is the mean over all of them", minimum=1
+        4, "Batches per optimizer step; the loss is the mean over all of them", minimum=1
     )
     learning_rate: float = option(2e-5, "Peak learning rate of AdamW", above=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
-        "cosine", "Learning rate after warm-up: constant, or decay to 0 over the run"
+        "cosine", "Learning rate after the warm-up: constant, or decay to 0"
     )
     warmup: float = option(
-        0.03, "Linear warm-up, share of the optimiser steps", minimum=0, maximum=0.9
+        0.03, "Linear warm-up, share of the optimizer steps", minimum=0, maximum=0.9
     )
-    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
+    weight_decay: float = option(0.0, "Weight decay of AdamW, on matrices", minimum=0)
+    max_grad_norm: float = option(1.0, "Maximum gradient norm", above=0)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -57,39 +57,40 @@ class StageOptions(Options):
 
     output_dir: str = option("runs/stage", "Run directory; the model is saved in it")
     seed: int = option(
-        0, "Seed of shuffling, splitting and initialisation", minimum=0, maximum=2**32 - 1
+        0, "Seed of shuffling, splitting and initialization", minimum=0, maximum=2**32 - 1
     )
-    device: str = option("auto", "auto (a GPU if there is one), cpu or cuda")
+    device: str = option("auto", "auto (a GPU if available), cpu or cuda")
     checkpoint_interval: int = option(
-        500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
+        500, "Optimizer steps between checkpoints; 0 writes none", minimum=0
     )
     resume: bool = option(False, "Continue from the newest complete checkpoint of output_dir")
-    allow_config_change: bool = option(
-        False, "Resume although options, model or data make it another run"
-    )
+    allow_config_change: bool = option(False, "Resume with changed options, model or data")
 
 
 @dataclass(kw_only=True, frozen=True)
 class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
-    """Options that SFT and the reward model share. Lengths are in tokens."""
+    """Options shared by SFT and the reward model. Lengths are in tokens."""
 
     def check(self) -> None:
         if self.precision == "fp16":
             raise ValueError(
-                "precision=fp16 needs the loss scale that `fastppo train` has: this stage takes "
-                "bf16 or fp32"
+                "precision must be auto, bf16 or fp32, got fp16; only `fastppo train` supports fp16"
             )
 
     @property
     def torch_device(self) -> torch.device:
-        """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""
+        """The device to train on.
+
+        Raises:
+            ValueError: a GPU index above 0; Trainer uses the first GPU.
+        """
         from fastppo.models.device import choose_device
 
         kind, _, index = self.device.partition(":")
         if kind == "cuda" and index not in ("", "0"):
             raise ValueError(
-                f"device must be auto, cpu or cuda, got {self.device}; choose a GPU with "
-                f"CUDA_VISIBLE_DEVICES={index}"
+                f"device must be auto, cpu or cuda, got {self.device}; set "
+                f"CUDA_VISIBLE_DEVICES={index} instead"
             )
         return choose_device(self.device)
 
@@ -117,7 +118,7 @@ class RewardModelConfig(SupervisedConfig):
         "", "Required. The SFT model, or a sequence classifier of one label: directory or hub name"
     )
     eval_share: float = option(
-        0.1, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+        0.1, "Share of the rows to hold out, by prompt", minimum=0, maximum=0.9
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
     center_coef: float = option(
@@ -140,4 +141,4 @@ IDENTITY = (
     "gradient_accumulation",
     "center_coef",
 )
-"""Options that must be the same on resume; model and data are compared by their content."""
+"""Options that must not change on resume; model and data are compared by fingerprint."""

@@ -1,14 +1,13 @@
-"""Preferences: pairs and ranked lists as token ids, and which text of a prompt beat which.
+"""Preference pairs and ranked lists as token ids.
 
-A text is prompt and completion joined as they are, as `fastppo.rewards.model.RewardModel` reads
-them: a space between the two belongs to the completion.
+A text is prompt and completion joined as they are, as in `fastppo.rewards.model.RewardModel`: a
+space between the two belongs to the completion.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,52 +18,41 @@ from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError, Rows
 from fastppo.functional.scalars import describe
 from fastppo.rewards.model import cut_beginning, text_ids
+from fastppo.stages.data import Encoded
 
 
 class Comparison(NamedTuple):
-    """The completions of one prompt, and which of them is better than which."""
+    """The completions of one prompt and their preferences."""
 
     texts: list[list[int]]
     """Token ids of prompt and completion, one per completion."""
     pairs: list[tuple[int, int]]
-    """(better, worse), indices of `texts`; the first pair begins with the best."""
+    """(better, worse), indices into `texts`; the first pair starts with the best text."""
     margin: float
-    """How much better the better text of each pair is said to be, reward units."""
-
-
-@dataclass(slots=True)
-class Comparisons:
-    """Encoded rows."""
-
-    examples: list[Comparison] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)
-    """Rows of one prompt are held out together."""
-    truncated: int = 0
-    """Texts cut at max_length."""
-    dropped: int = 0
-    """Rows that prefer nothing: all ranks tie, or the texts are the same."""
+    """Margin of each pair in the loss, reward units."""
 
 
 def encode_comparisons(
     rows: Rows, tokenizer: Any, max_length: int | None = None, source: str = "data"
-) -> Comparisons:
-    """Token ids and pairs of all rows: {prompt, chosen, rejected} with an optional `margin`, or
-    {prompt, completions} from best to worst with optional `ranks`, lower better, equal for a tie.
+) -> Encoded:
+    """Tokenize rows to examples of type `Comparison`.
+
+    A row is {prompt, chosen, rejected}, optionally with `margin`, or {prompt, completions} from
+    best to worst, optionally with `ranks`: lower is better, equal ranks are a tie. A row is dropped
+    if all its ranks or texts are equal.
 
     Args:
-        max_length: tokens; longer texts lose their beginning, as `RewardModel` cuts them.
+        max_length: tokens; longer texts are cut at the beginning, as in `RewardModel`.
 
     Raises:
-        DataError: a row of no known form, with the row's number; or no row is left.
+        DataError: a row has an unknown form, or all rows are dropped.
     """
-    comparisons = Comparisons()
+    encoded = Encoded()
     for number, row in enumerate(rows, 1):
         where = f"{source}, row {number}"
         prompt, completions, ranks, margin = _comparison(row, where)
         texts = [text_ids(tokenizer, prompt, completion, where) for completion in completions]
-        comparisons.truncated += sum(
-            max_length is not None and len(ids) > max_length for ids in texts
-        )
+        encoded.truncated += sum(max_length is not None and len(ids) > max_length for ids in texts)
         texts = [cut_beginning(ids, tokenizer, max_length) for ids in texts]
         by_rank = sorted(range(len(texts)), key=ranks.__getitem__)
         pairs = [
@@ -73,17 +61,17 @@ def encode_comparisons(
             if ranks[i] < ranks[j] and texts[i] != texts[j]
         ]
         if not pairs:
-            comparisons.dropped += 1
+            encoded.dropped += 1
             continue
-        comparisons.examples.append(Comparison(texts, pairs, margin))
-        comparisons.prompts.append(prompt)
-    if not comparisons.examples:
+        encoded.examples.append(Comparison(texts, pairs, margin))
+        encoded.prompts.append(prompt)
+    if not encoded.examples:
         raise DataError(f"{source}: none of {len(rows)} rows prefers one text to another")
-    return comparisons
+    return encoded
 
 
 def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[float], float]:
-    """(prompt, completions, ranks, margin) of a row of either form."""
+    """Return (prompt, completions, ranks, margin) of a row."""
     if row.get("completions") is not None:
         completions = row["completions"]
         if not isinstance(completions, list) or len(completions) < 2:
@@ -110,42 +98,39 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
     if not _is_number(margin):
         raise DataError(f"{where}: margin must be a finite number, got {describe(margin)}")
     if len(completions) > 2 and margin:
-        raise DataError(f"{where}: a margin is that of one pair; a ranked list has several")
+        raise DataError(f"{where}: a margin needs a pair, got {len(completions)} completions")
     return *_prompt_and_completions(row.get("prompt"), completions, where), ranks, float(margin)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that fp32 can hold."""
+    """Return whether a value is a number within the range of fp32."""
     return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _prompt_and_completions(
     prompt: Any, completions: list[Any], where: str
 ) -> tuple[Any, list[Any]]:
-    """A string prompt with string completions, or a chat with strings or messages, whichever way
-    the row has them."""
+    """Return a string prompt with string completions, or messages with strings or messages."""
     chats = [is_chat(completion) for completion in completions]
     if not all(isinstance(c, str) or is_chat(c) for c in completions):
         raise DataError(
-            f"{where}: a completion is a string or a list of {{role, content}} messages"
+            f"{where}: a completion must be a string or a list of {{role, content}} messages"
         )
     if any(chats) and not all(chats):
-        raise DataError(
-            f"{where}: the completions are strings and chat messages; expected one form"
-        )
-    # A whole conversation begins with the turn of the user or the system.
+        raise DataError(f"{where}: completions must be all strings or all chat messages, got both")
+    # A completion of messages starts with the assistant's turn, a whole conversation does not.
     is_conversation = [c[0]["role"] != "assistant" for c in completions if not isinstance(c, str)]
     if is_conversation and all(is_conversation):
         return _shared_prefix(completions, where)
     if any(is_conversation):
         raise DataError(
-            f"{where}: some completions begin with the assistant's turn and some are whole "
-            "conversations; expected one form"
+            f"{where}: completions must all start with the assistant's turn or all be whole "
+            "conversations, got both"
         )
     if prompt is None:
         raise DataError(
-            f"{where}: no prompt; only whole conversations, lists of messages that begin with the "
-            "user's or the system's, hold their own"
+            f"{where}: no prompt; only whole conversations, starting with a message of the user or "
+            "the system, may omit it"
         )
     if isinstance(prompt, str):
         if not any(chats):
@@ -153,30 +138,31 @@ def _prompt_and_completions(
         prompt = [{"role": "user", "content": prompt}]
     elif not is_chat(prompt):
         raise DataError(
-            f"{where}: a prompt is a string or a list of {{role, content}} messages, "
+            f"{where}: a prompt must be a string or a list of {{role, content}} messages, "
             f"got {type(prompt).__name__}"
         )
     return list(prompt), completions
 
 
 def _shared_prefix(conversations: list[Any], where: str) -> tuple[Any, list[Any]]:
-    """The messages that all conversations begin with, and the rest of each."""
+    """Return the messages shared by all conversations, and the rest of each."""
     conversations = [list(messages) for messages in conversations]
     longest = min(len(messages) for messages in conversations) - 1  # each keeps a completion
     shared = 0
     while shared < longest and all(m[shared] == conversations[0][shared] for m in conversations):
         shared += 1
     if shared == 0:
-        raise DataError(f"{where}: the conversations do not begin with the same messages")
+        raise DataError(f"{where}: the conversations do not start with the same messages")
     return conversations[0][:shared], [messages[shared:] for messages in conversations]
 
 
 def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tensor]:
-    """All texts of several prompts in one right-padded batch, each once, with their pairs.
+    """Collate the texts of several prompts into one right-padded batch.
 
     Returns:
-        dict: input_ids, attention_mask [ΣK, S] int64; better, worse [P] int64, rows of the batch;
-        margin, weight [P] fp32: one over the number of the prompt's pairs; prompts [] int64.
+        dict: `input_ids`, `attention_mask` [ΣK, S] int64; `better`, `worse` [P] int64, rows of the
+        batch; `margin`, `weight` [P] fp32, the weight being 1 / pairs of the prompt; `prompts` []
+        int64, the number of prompts.
     """
     better: list[int] = []
     worse: list[int] = []

@@ -1,23 +1,21 @@
-"""Stage 2, the reward model: a score per text, learned from which of several completions was
-preferred.
+"""Stage 2: a reward model, trained on preferences between completions.
 
-    loss = mean over prompts, then over a prompt's pairs, of
+    loss = mean over prompts and over the pairs of a prompt of
            −log σ(s_better − s_worse − margin) + center_coef·(s_better + s_worse)²
 
-The first term is the likelihood of the labels under Bradley and Terry's model of paired comparisons
-(1952), as in Stiennon et al. 2020, eq. 1; the margin is that of Touvron et al. 2023 (Llama 2, eq.
-2), the second term that of Eisenstein et al. 2023, which keeps scores near 0 where the data leave
-their level open. A ranked list of K completions is one row: each completion is run through the
-model once and all K(K−1)/2 pairs are in one batch, weighted to a mean, because a completion that
-entered several batches would be overfitted (Ouyang et al. 2022, section 3.5).
+The first term is the negative log likelihood of the Bradley–Terry model (1952), as in Stiennon et
+al. 2020, eq. 1, with the margin of Llama 2 (Touvron et al. 2023, eq. 2). The second term
+(Eisenstein et al. 2023, eq. 2) keeps scores near 0, since preferences determine only their
+differences. A ranked list of K completions is one row: each completion passes through the model
+once, and all K(K−1)/2 pairs are in the same batch. Spread over batches, the completions would be
+overfitted (Ouyang et al. 2022, section 3.5).
 
-The model is a sequence classifier with one label. Its head starts from N(0, 1/(d + 1)), d its
-width, as in Stiennon et al. 2020. After training the mean score of the best completions of the
-training rows is written to the model's config as `score_mean`, which
-`fastppo.rewards.model.RewardModel` subtracts, so that a good completion scores 0 on average, as the
-reference texts of Stiennon et al. 2020 do. It is not in the weights because the classifiers of
-decoders in transformers have no bias in their head, nor, with RMSNorm, any other constant to hold
-it.
+The model is a sequence classifier with one label. Its head is initialized from N(0, 1/(d + 1)), d
+its width (Stiennon et al. 2020). After training, the mean score of the best completions of the
+training rows is saved in the config as `score_mean`, and `fastppo.rewards.model.RewardModel`
+subtracts it: a good completion scores 0 on average, like the reference texts of Stiennon et al.
+2020. It cannot be part of the weights, because decoder classifiers in transformers have no bias in
+their head.
 """
 
 from __future__ import annotations
@@ -54,25 +52,15 @@ from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
 from fastppo.run.progress import console_of_first, say
-from fastppo.stages.calibration import accuracy, calibration_error, log_loss
+from fastppo.stages.data import Encoded, load_data, row_limit
 from fastppo.stages.options import RewardModelConfig
-from fastppo.stages.preferences import (
-    Comparison,
-    Comparisons,
-    collate,
-    encode_comparisons,
-)
-from fastppo.stages.supervised import (
-    SupervisedTrainer,
-    load_data,
-    open_run,
-    row_limit,
-    save_model,
-    stage_world,
-)
+from fastppo.stages.preferences import Comparison, collate, encode_comparisons
+from fastppo.stages.supervised import SupervisedTrainer, save_model, stage_world
 
 REFERENCE_TEXTS = 2048
-"""Best completions, at most, whose mean score becomes 0."""
+"""Maximum number of completions in `score_mean`."""
+
+CALIBRATION_BINS = 10
 
 # ---------------------------------------------------------------------------------------- the loss
 
@@ -89,8 +77,8 @@ def bradley_terry_loss(
 
     Args:
         chosen, rejected: [P] scores.
-        margin: [P] or one number: how much better the chosen is said to be, reward units.
-        weights: [P]; none given means the mean over pairs.
+        margin: [P] or one number, reward units.
+        weights: [P]; default 1/P, the mean over pairs.
 
     Source: Touvron et al. 2023, eq. 2; Eisenstein et al. 2023, eq. 2.
     """
@@ -100,23 +88,54 @@ def bradley_terry_loss(
     return losses.mean() if weights is None else (weights * losses).sum()
 
 
-# ----------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------- the metrics
+
+
+def accuracy(difference: Tensor) -> float:
+    """Share of pairs [P] with s_better − s_worse > 0; ties count one half."""
+    return ((difference > 0).double() + 0.5 * (difference == 0).double()).mean().item()
+
+
+def log_loss(difference: Tensor) -> float:
+    """Mean of −log σ(s_better − s_worse) over pairs [P], nats; log 2 for equal scores."""
+    return -nn.functional.logsigmoid(difference.double()).mean().item()
+
+
+def calibration_error(difference: Tensor) -> float:
+    """Expected calibration error of P(first is better) = σ(s_first − s_second).
+
+        Σ n_b/N·|mean P − observed share|,   over `CALIBRATION_BINS` bins of equal width in [0, 1]
+
+    Each pair [P] counts in both orders: the first text of a row is always the better one.
+
+    Source: Guo et al. 2017.
+    """
+    p = torch.sigmoid(difference.double())
+    predicted = torch.cat([p, 1 - p])
+    outcome = torch.cat([torch.ones_like(p), torch.zeros_like(p)])
+    index = (predicted * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+    sums = torch.zeros(CALIBRATION_BINS, dtype=torch.float64, device=p.device)
+    sums.index_add_(0, index, predicted - outcome)
+    return sums.abs().sum().item() / len(predicted)
+
+
+# ---------------------------------------------------------------------------------------- the model
 
 
 def load_classifier(
     name: str, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "auto"
 ) -> PreTrainedModel:
-    """A sequence classifier with one label, from one of its kind or from a causal LM.
+    """Load a sequence classifier with one label, or build one from a causal LM.
 
-    A head that the files do not hold is drawn from N(0, 1/(d + 1)), d its width.
+    A missing head is initialized from N(0, 1/(d + 1)), d its width.
 
     Raises:
-        ValueError: a classifier of several labels; a directory without a model, or without some
-            of its trunk's weights; an architecture that has no classifier.
+        ValueError: the model has several labels, lacks weights of its trunk, cannot be found, or
+            has an architecture without a classifier.
     """
     config = model_config(name)
     if is_sequence_classifier(config) and config.num_labels != 1:
-        raise ValueError(f"{name} is a classifier of {config.num_labels} labels; expected 1")
+        raise ValueError(f"{name}: expected a classifier with 1 label, got {config.num_labels}")
     model, lacking = load_whole(
         AutoModelForSequenceClassification,
         name,
@@ -137,12 +156,12 @@ def load_classifier(
 
 
 def _is_of_the_head(model: PreTrainedModel, weight: str) -> bool:
-    """A pooler is between an encoder's trunk and its head; masked LMs have none."""
+    """Return whether a weight belongs to the head; the pooler of an encoder does."""
     return not weight.startswith(f"{model.base_model_prefix}.") or ".pooler." in weight
 
 
 def head_std(width: int) -> float:
-    """1/√(d + 1): untrained scores stay near 0 (Stiennon et al. 2020)."""
+    """1/√(d + 1): untrained scores are close to 0 (Stiennon et al. 2020)."""
     return 1 / math.sqrt(width + 1)
 
 
@@ -150,20 +169,20 @@ def head_std(width: int) -> float:
 
 
 class _Classifier(nn.Module):
-    """A sequence classifier whose forward pass returns scores; several processes shard it."""
+    """Module whose forward pass returns scores; sharded if there are several processes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B] fp32, of right-padded texts [B, S]."""
-        # FSDP puts hooks on what is returned; a view would lose them.
+        """Return scores [B] fp32 of right-padded texts [B, S]."""
+        # FSDP registers hooks on the output; a view would lose them.
         return sequence_scores(self.model, input_ids, attention_mask).clone()
 
 
 class _PairTrainer(SupervisedTrainer):
-    """The Bradley–Terry loss: the mean over prompts of the mean over a prompt's pairs."""
+    """Trainer with the Bradley–Terry loss, averaged over prompts and over their pairs."""
 
     title = "reward model"
     root: _Classifier
@@ -194,7 +213,7 @@ class _PairTrainer(SupervisedTrainer):
         }
 
     def reference_scores(self, rows: list[Comparison]) -> Tensor:
-        """[N] fp32: the scores of the best completion of N rows, `REFERENCE_TEXTS` at most."""
+        """Return the scores [N] fp32 of the best completions of up to `REFERENCE_TEXTS` rows."""
         drawn = shuffled(len(rows), self.config.seed, epoch=0)[:REFERENCE_TEXTS]
         best = []
         for row in drawn:
@@ -205,7 +224,7 @@ class _PairTrainer(SupervisedTrainer):
 
     @torch.no_grad()
     def scored(self, rows: list[Comparison]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """This process's batches of the rows, with the scores of their texts; on the CPU."""
+        """Yield this process's batches and the scores of their texts, on the CPU."""
         for batch in self.batches(rows):
             scores = self.root(batch["input_ids"], batch["attention_mask"]).cpu()
             if self.items(batch):
@@ -229,23 +248,20 @@ def train_reward_model(
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Trains a reward model and saves it with its tokenizer in `config.output_dir`.
-
-    A text is prompt and completion joined as they are, as `RewardModel` reads them: a space
-    between the two belongs to the completion.
+    """Train a reward model and save it with its tokenizer in `config.output_dir`.
 
     Args:
-        model, tokenizer: instead of loading `config.model`; the model is trained in place.
-        rows, eval_rows: instead of `config.data` and `config.eval_data`.
+        model, tokenizer: used instead of `config.model`; the model is trained in place.
+        rows, eval_rows: used instead of `config.data` and `config.eval_data`; see `preferences`.
 
     Returns:
-        dict: `loss`, mean of the last tenth, nats; with held-out rows `accuracy`, `log_loss`
-        (nats) and `calibration_error` on their pairs; `score_mean`, which `RewardModel` subtracts,
-        and `score_std`, both of the best completions of the training rows, reward units.
+        dict: `loss`, the mean over the last tenth of the steps, nats; with held-out rows their
+        `accuracy`, `log_loss` (nats) and `calibration_error`; `score_mean` and `score_std` of the
+        best completions of the training rows, reward units.
 
     Raises:
-        DataError: a row cannot be used.
-        ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
+        DataError: a row is unusable.
+        ValueError: model, tokenizer and options do not fit together, or the directory holds a run.
     """
     with stage_world(config) as world:
         console = console_of_first(world, console)
@@ -257,7 +273,7 @@ def train_reward_model(
                 attn_implementation=config.attn_implementation,
             )
         if model.config.num_labels != 1:
-            raise ValueError(f"expected a classifier of 1 label, got {model.config.num_labels}")
+            raise ValueError(f"expected a classifier with 1 label, got {model.config.num_labels}")
         tokenizer = _with_pad(model, tokenizer or load_tokenizer(config.model))
         device = world.device or config.torch_device
         model = model.to(device)  # type: ignore[arg-type]
@@ -266,19 +282,18 @@ def train_reward_model(
         switch_dropout_off(model)
         limit = row_limit(model, config.max_length)
 
-        def encode(rows: Rows, source: str) -> Comparisons:
-            comparisons = encode_comparisons(rows, tokenizer, limit, source)
-            if comparisons.truncated:
-                sentence = f"{source}: {comparisons.truncated} texts cut to {limit} tokens"
+        def encode(rows: Rows, source: str) -> Encoded:
+            encoded = encode_comparisons(rows, tokenizer, limit, source)
+            if encoded.truncated:
+                sentence = f"{source}: {encoded.truncated} texts cut to {limit} tokens"
                 say(console, sentence, "yellow")
-            if comparisons.dropped:
-                sentence = f"{source}: rows without a preference, dropped: {comparisons.dropped}"
+            if encoded.dropped:
+                sentence = f"{source}: rows without a preference, dropped: {encoded.dropped}"
                 say(console, sentence, "yellow")
-            return comparisons
+            return encoded
 
         data = load_data(config, rows, eval_rows, encode)
         data.fingerprints["model"] = fingerprint.of_model(model)
-        run_dir = open_run(config, world)
         pairs = sum(len(comparison.pairs) for comparison in data.train)
         held_pairs = sum(len(comparison.pairs) for comparison in data.held_out)
         say(
@@ -309,9 +324,9 @@ def train_reward_model(
         def save() -> None:
             trained = model if peft is None else peft.merge_and_unload()
             trained.config.score_mean = result["score_mean"]
-            # Written also if the model that this started from had another.
+            # Also if it is None: the initial model may have another one.
             trained.config.score_max_length = config.max_length
-            save_model(run_dir, trained, tokenizer)
+            save_model(config.output_dir, trained, tokenizer)
 
         with unsharded(classifier):
             world.on_main_rank(save)
@@ -319,12 +334,14 @@ def train_reward_model(
 
 
 def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
-    """The tokenizer with a pad token, and the model's config with the same: the classifiers of
-    transformers need one for a batch of several texts."""
+    """Return the tokenizer with a pad token, and set it in the model's config.
+
+    Classifiers in transformers need it for batches of several texts.
+    """
     if tokenizer.pad_token is None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise ValueError("the tokenizer has neither a pad nor an EOS token to pad with")
+        raise ValueError("the tokenizer has neither a pad nor an EOS token")
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return tokenizer

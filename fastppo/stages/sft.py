@@ -1,9 +1,9 @@
-"""Stage 1, supervised fine-tuning: a causal LM learns to continue prompts as demonstrations do.
+"""Stage 1: supervised fine-tuning of a causal LM on demonstrations.
 
-    loss = −Σ logprob(token) / (tokens with a loss),   over a whole optimiser step
+    loss = −Σ logprob(token) / (tokens with a loss),   over a whole optimizer step
 
-Logits are never formed in full: the loss is `linear_token_logprobs` on the trunk's hidden states.
-Dropout is off, as it is in PPO. Rows are not packed. What a row may be: `demonstrations`.
+Full logits are never materialized: the loss is `linear_token_logprobs` of the trunk's hidden
+states. Dropout is off, as in PPO. Rows are not packed. Their format: see `demonstrations`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,14 @@ from fastppo.models.pretrained import (
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
 from fastppo.run.progress import console_of_first, say
-from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
+from fastppo.stages.data import Encoded, load_data, row_limit
+from fastppo.stages.demonstrations import IGNORED, collate, encode_demonstrations
 from fastppo.stages.options import SFTConfig
-from fastppo.stages.supervised import (
-    SupervisedTrainer,
-    load_data,
-    open_run,
-    row_limit,
-    save_model,
-    stage_world,
-)
+from fastppo.stages.supervised import SupervisedTrainer, save_model, stage_world
 
 
 class _SFTTrainer(SupervisedTrainer):
-    """Cross entropy per token with a label."""
+    """Trainer with the mean cross entropy over labelled tokens."""
 
     title = "SFT"
     entries = ("padded_states",)
@@ -84,19 +78,19 @@ def train_sft(
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
-    """Fine-tunes a causal LM and saves it with its tokenizer in `config.output_dir`.
+    """Fine-tune a causal LM and save it with its tokenizer in `config.output_dir`.
 
     Args:
-        model, tokenizer: instead of loading `config.model`; the model is trained in place.
-        rows, eval_rows: instead of `config.data` and `config.eval_data`.
+        model, tokenizer: used instead of `config.model`; the model is trained in place.
+        rows, eval_rows: used instead of `config.data` and `config.eval_data`.
 
     Returns:
-        dict: `loss`, mean cross entropy per token of the last tenth, nats; `eval_loss`, the same of
-        the held-out rows at the end, if there are any.
+        dict: `loss`, the mean cross entropy per token over the last tenth of the steps, nats; with
+        held-out rows `eval_loss`, their cross entropy at the end.
 
     Raises:
-        DataError: a row cannot be used.
-        ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
+        DataError: a row is unusable.
+        ValueError: model, tokenizer and options do not fit together, or the directory holds a run.
     """
     with stage_world(config) as world:
         console = console_of_first(world, console)
@@ -117,7 +111,7 @@ def train_sft(
         policy.check_heads()
         limit = row_limit(model, config.max_length)
 
-        def encode(rows: Rows, source: str) -> Demonstrations:
+        def encode(rows: Rows, source: str) -> Encoded:
             encoded = encode_demonstrations(rows, tokenizer, limit, source)
             if encoded.truncated:
                 sentence = (
@@ -130,7 +124,6 @@ def train_sft(
 
         data = load_data(config, rows, eval_rows, encode)
         data.fingerprints["model"] = before
-        run_dir = open_run(config, world)
         tokens = sum(label != IGNORED for example in data.train for label in example["labels"])
         say(
             console,
@@ -154,7 +147,7 @@ def train_sft(
 
         def save() -> None:
             merged = model if peft is None else peft.merge_and_unload()
-            save_model(run_dir, merged, tokenizer)
+            save_model(config.output_dir, merged, tokenizer)
 
         with unsharded(policy):
             world.on_main_rank(save)
@@ -162,7 +155,7 @@ def train_sft(
 
 
 def _stop_at_eos(model: PreTrainedModel, tokenizer: Any) -> None:
-    """`generate` on the saved model stops where the demonstrations did."""
+    """Add the tokenizer's EOS to the stop tokens of the generation config."""
     stop = model.generation_config.eos_token_id
     if stop is None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id

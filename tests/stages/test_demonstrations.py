@@ -1,4 +1,4 @@
-"""Demonstrations: which tokens carry the loss."""
+"""Demonstrations: the tokens with a loss."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_the_loss_is_on_the_completion_and_its_eos() -> None:
     assert _texts(example) == ("w1 w2 w7 w8 <eos>", "w7 w8 <eos>")
 
 
-def test_plain_text_has_the_loss_on_every_token_that_something_predicts() -> None:
+def test_plain_text_has_the_loss_on_every_predicted_token() -> None:
     (example,) = _encode([{"text": "w1 w2 w3"}])
     assert _texts(example) == ("w1 w2 w3 <eos>", "w2 w3 <eos>")
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_a_chat_has_the_loss_on_the_assistants_turns_alone(template: str) -> None:
-    """The w39 that the template writes behind each EOS is not the assistant's."""
+def test_a_chat_has_the_loss_on_the_assistants_turns(template: str) -> None:
+    """Not on the w39 of the template after each EOS."""
     row = {"messages": _turns("w10", "w11 w12", "w13", "w14")}
     (example,) = _encode([row], _tokenizer(template))
     assert _texts(example) == (
@@ -75,10 +75,10 @@ def test_a_chat_has_the_loss_on_the_assistants_turns_alone(template: str) -> Non
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize("completion", ["w14", [{"role": "assistant", "content": "w14"}]])
-def test_behind_a_prompt_of_messages_the_loss_is_on_the_completion_alone(
+def test_after_a_prompt_of_messages_the_loss_is_on_the_completion(
     template: str, completion: Any
 ) -> None:
-    """The assistant's earlier turn belongs to the prompt; the prompt's ids are those of PPO."""
+    """Not on the assistant's earlier turn. The prompt's ids equal those of PPO."""
     tokenizer = _tokenizer(template)
     row = {"prompt": _turns("w10", "w11", "w13"), "completion": completion}
     (example,) = _encode([row], tokenizer)
@@ -88,8 +88,8 @@ def test_behind_a_prompt_of_messages_the_loss_is_on_the_completion_alone(
     assert example["labels"][: len(prompt)] == [IGNORED] * len(prompt)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_marks() -> None:
-    """As templates do that strip the reasoning of all turns but the last."""
+def test_a_template_that_rewrites_earlier_turns_needs_marks() -> None:
+    """Some templates strip the reasoning of earlier turns."""
     rewriting = UNMARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
     rows = [{"messages": _turns("w10", "w11")}, {"messages": _turns("w10", "w11", "w13", "w14")}]
     with pytest.raises(DataError, match=r"data, row 2: the chat template renders the first 1 mess"):
@@ -98,8 +98,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_marks()
     assert _texts(_encode(rows, _tokenizer(marks))[1])[1] == "<eos> w14 <eos>"
 
 
-def test_an_eos_behind_the_templates_marks_has_a_loss() -> None:
-    """Else the model would never learn to stop; what comes after it has none."""
+def test_an_eos_after_the_templates_mark_has_a_loss() -> None:
+    """Without it the model would not learn to stop."""
     behind = MARKED.replace(" <eos>{% endgeneration %}", "{% endgeneration %} <eos>")
     assert behind != MARKED
     ids, labels = encode_chat(_turns("w10", "w11", "w13", "w14"), _tokenizer(behind), "here")
@@ -109,7 +109,7 @@ def test_an_eos_behind_the_templates_marks_has_a_loss() -> None:
     )
 
 
-def test_long_rows_are_cut_and_rows_without_a_loss_dropped_and_both_are_counted() -> None:
+def test_long_rows_are_cut_and_rows_without_a_loss_are_dropped() -> None:
     rows = [
         {"prompt": "w1", "completion": "w2"},
         {"prompt": "w1 w2", "completion": "w3 w4 w5"},
@@ -126,28 +126,28 @@ def test_long_rows_are_cut_and_rows_without_a_loss_dropped_and_both_are_counted(
     [
         ({"question": "w1"}, "expected messages, prompt and completion, or text, got question"),
         ({"prompt": "w1"}, "expected messages, prompt and completion, or text, got prompt"),
-        ({"prompt": "w1", "completion": 3}, "a string with a string as its completion"),
+        ({"prompt": "w1", "completion": 3}, "a string prompt with a string completion"),
         ({"prompt": " ", "completion": "w1"}, "the prompt is empty"),
         ({"text": ""}, "text must be a non-empty string"),
         ({"messages": "w1"}, "messages must be a list"),
-        ({"messages": _turns("w1")}, "no turn of the assistant, got user"),
-        ({"messages": _turns("w1", "w2")[1:]}, "the assistant speaks first"),
-        ({"prompt": _turns("w1"), "completion": _turns("w2")}, "begin with the assistant's"),
+        ({"messages": _turns("w1")}, "a turn of the assistant, got user"),
+        ({"messages": _turns("w1", "w2")[1:]}, "a chat starting with the assistant"),
+        ({"prompt": _turns("w1"), "completion": _turns("w2")}, "starting with the assistant's"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:
+def test_an_unusable_row_is_named(row: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
         _encode([ROWS[0], row], _tokenizer(UNMARKED))
 
 
-def test_a_tokenizer_without_eos_is_refused() -> None:
+def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = _tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no EOS token"):
         _encode(ROWS, tokenizer)
 
 
-def test_a_batch_is_padded_on_the_right_without_a_loss_there() -> None:
+def test_a_batch_is_padded_on_the_right_without_a_loss() -> None:
     examples = _encode([{"text": "w1 w2"}, {"prompt": "w1", "completion": ""}])
     batch = collate(examples, pad_token_id=EOS)
     assert batch["input_ids"].tolist() == [[4, 5, EOS], [4, EOS, EOS]]

@@ -1,4 +1,4 @@
-"""Preferences: every way to write a pair, ranked lists, and which text beat which."""
+"""Preferences: formats of pairs and ranked lists."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ def _encoded(row: dict[str, Any], **options: Any) -> Any:
     ],
     ids=["strings", "messages", "string-prompt", "whole", "whole-and-prompt", "list", "ranks"],
 )
-def test_all_ways_to_write_a_chat_pair_are_one_pair(row: dict[str, Any]) -> None:
+def test_all_formats_of_a_chat_pair_give_the_same_pair(row: dict[str, Any]) -> None:
     one = _encoded(row)
     decode = tiny.tokenizer().decode
     texts = [(decode(one.texts[i]), decode(one.texts[j])) for i, j in one.pairs]
     assert texts == [("w1 w1 w2 w2", "w1 w1 w2 w3")]
 
 
-def test_whole_conversations_are_split_where_they_part() -> None:
-    """The prompt is what they share, so rows of one prompt are held out together."""
+def test_the_prompt_of_whole_conversations_is_their_shared_beginning() -> None:
     shared = CHAT + _answer("w5") + [{"role": "user", "content": "w6"}]
     row = {"chosen": shared + _answer("w2"), "rejected": shared + _answer("w3")}
     comparisons = encode_comparisons([row], tiny.tokenizer(chat=True))
     assert comparisons.prompts == [shared]
 
 
-def test_rows_that_prefer_nothing_are_dropped_and_counted() -> None:
+def test_rows_without_a_preference_are_dropped() -> None:
     rows = [
         {"prompt": "w1", "completions": [" w2", " w3"], "ranks": [1, 1]},
         {"prompt": "w1", "chosen": " w2", "rejected": " w2"},
@@ -69,7 +68,7 @@ def test_rows_that_prefer_nothing_are_dropped_and_counted() -> None:
         encode_comparisons(rows[:2], tiny.tokenizer())
 
 
-def test_long_texts_lose_their_beginning_and_are_counted() -> None:
+def test_long_texts_are_cut_at_the_beginning() -> None:
     comparisons = encode_comparisons(
         [{"prompt": "w1 w2 w3", "chosen": " w4", "rejected": " w5 w6"}], tiny.tokenizer(), 4
     )
@@ -83,32 +82,35 @@ def test_long_texts_lose_their_beginning_and_are_counted() -> None:
     [
         ({"prompt": "w1", "chosen": "w2"}, "expected prompt, chosen and rejected, or prompt and"),
         ({"chosen": " w2", "rejected": " w3"}, "no prompt; only whole conversations"),
-        ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "a completion is a string or a list"),
-        ({"prompt": 1, "chosen": "w2", "rejected": " w3"}, "a prompt is a string or .* got int"),
+        ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "a completion must be a string"),
+        ({"prompt": 1, "chosen": "w2", "rejected": " w3"}, "a prompt must be a string .* int"),
         ({"prompt": "w1", "completions": [" w2"]}, "completions must be a list of 2 or more"),
         ({"prompt": "w1", "completions": ["w2", "w3"], "ranks": [1]}, "ranks must be 2 numbers"),
         ({"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf}, "margin must be"),
-        ({"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0}, "a margin is that"),
+        (
+            {"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0},
+            "a margin needs a pair",
+        ),
         (
             {
                 "chosen": [{"role": "user", "content": "w4"}, *_answer("w2")],
                 "rejected": CHAT + _answer("w3"),
             },
-            "do not begin with the same messages",
+            "do not start with the same messages",
         ),
-        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "expected one form"),
+        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "all strings or all chat"),
         (
             {"prompt": "w1", "chosen": CHAT + _answer("w2"), "rejected": _answer("w3")},
-            "some are whole conversations; expected one form",
+            "or all be whole conversations",
         ),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:
+def test_an_unusable_row_is_named(row: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
         encode_comparisons([PAIRS[0], row], tiny.tokenizer(chat=True))
 
 
-def test_a_batch_has_each_text_once_with_the_pairs_of_its_prompt() -> None:
+def test_a_batch_contains_each_text_once_with_the_pairs_of_its_prompt() -> None:
     examples = [
         Comparison([[4], [5, 6], [7]], [(0, 1), (0, 2), (1, 2)], 0.0),
         Comparison([[8, 9], [10]], [(1, 0)], 0.5),

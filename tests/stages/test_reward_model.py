@@ -1,4 +1,4 @@
-"""Stage 2: the loss in closed form, lists of K, scores of mean 0, and a run that can go on."""
+"""The reward model: loss, metrics, initialization, zero-mean scores, resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from transformers import (
 from fastppo.rewards.model import RewardModel, sequence_scores
 from fastppo.run.log import read_jsonl
 from fastppo.stages.preferences import collate, encode_comparisons
-from fastppo.stages.reward_model import bradley_terry_loss, head_std, load_classifier
+from fastppo.stages.reward_model import (
+    accuracy,
+    bradley_terry_loss,
+    calibration_error,
+    head_std,
+    load_classifier,
+    log_loss,
+)
 
 
 def _score(model: Any, text: str) -> torch.Tensor:
@@ -33,7 +40,7 @@ def _score(model: Any, text: str) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------- the loss
 
 
-def test_the_loss_with_margin_and_centring_in_closed_form() -> None:
+def test_the_loss_with_margin_and_centering_in_closed_form() -> None:
     chosen = torch.tensor([2.0, -1.0], requires_grad=True)
     rejected = torch.tensor([1.0, 0.5], requires_grad=True)
     margin = torch.tensor([0.25, 0.0])
@@ -44,17 +51,14 @@ def test_the_loss_with_margin_and_centring_in_closed_form() -> None:
     ]
     assert loss.item() == pytest.approx(sum(pairs) / 2, rel=1e-6)
     loss.backward()
-    # d/ds_c = −σ(−(s_c − s_r − m)) + 2·coef·(s_c + s_r), and s_r with the first sign turned
+    # d/ds_c = −σ(−(s_c − s_r − m)) + 2·coef·(s_c + s_r); for s_r the first sign is positive
     for i, (wrong, total) in enumerate([(0.75, 3.0), (-1.5, -0.5)]):
         sigma = 1 / (1 + math.exp(wrong))
         assert chosen.grad[i].item() == pytest.approx((-sigma + 0.2 * total) / 2, rel=1e-5)
         assert rejected.grad[i].item() == pytest.approx((sigma + 0.2 * total) / 2, rel=1e-5)
 
 
-def test_a_ranked_list_has_all_of_its_pairs_with_each_completion_forwarded_once(
-    tmp_path: Path,
-) -> None:
-    """Beside another prompt with a pair of its own."""
+def test_a_ranked_list_forms_all_pairs_with_one_pass_per_completion(tmp_path: Path) -> None:
     model = classifier(tmp_path)
     ranked = {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]}
     pair = {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5}
@@ -72,10 +76,10 @@ def test_a_ranked_list_has_all_of_its_pairs_with_each_completion_forwarded_once(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_trained_loss_is_that_loss_however_a_step_is_cut(
+def test_the_trained_loss_does_not_depend_on_the_batch_size(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Margin and centring reach it, and a list of six pairs weighs as much as one pair."""
+    """With margin and centering; a list of six pairs has the weight of one pair."""
     rows = [
         {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]},
         {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5},
@@ -106,31 +110,61 @@ def test_the_trained_loss_is_that_loss_however_a_step_is_cut(
         assert record["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+# ------------------------------------------------------------------------------------- the metrics
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "error"),
+    [
+        ([0.75, 0.75, 0.75, 0.25], 0.0),  # confidence 3/4, correct three times of four
+        ([0.95, 0.05], 0.45),  # confident, correct half the time
+        ([0.95] * 4, 0.05),
+        ([0.55] * 4, 0.45),  # unsure, always correct
+        ([0.95, 0.95, 0.65, 0.35], (2 * 0.05 + 2 * 0.15) / 4),
+    ],
+)
+def test_calibration_error_in_closed_form(probabilities: list[float], error: float) -> None:
+    logits = [math.log(p / (1 - p)) for p in probabilities]
+    difference = torch.tensor(logits, dtype=torch.float64)
+    assert calibration_error(difference) == pytest.approx(error, abs=1e-12)
+
+
+def test_ties_count_one_half() -> None:
+    assert accuracy(torch.tensor([1.0, -1.0, 0.0, 2.0])) == 2.5 / 4
+
+
+def test_the_log_loss_is_exact_far_from_zero() -> None:
+    """σ rounds to 0 or 1 in fp32."""
+    assert log_loss(torch.tensor([100.0])) == pytest.approx(math.exp(-100), rel=1e-6)
+    assert log_loss(torch.tensor([-100.0])) == pytest.approx(100)
+    assert log_loss(torch.tensor([0.0])) == pytest.approx(math.log(2))
+
+
 # --------------------------------------------------------------------------------------- the model
 
 
-def test_a_new_head_starts_small_and_an_old_one_is_kept(tmp_path: Path) -> None:
+def test_a_new_head_is_small_and_an_existing_one_is_kept(tmp_path: Path) -> None:
     model = classifier(tmp_path)
     assert head_std(32) == pytest.approx(33**-0.5)
-    # 32 draws: their deviation is within 40 % of the distribution's with probability 0.999
+    # the standard deviation of 32 draws is within 40 % with probability 0.999
     assert model.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.4)
     model.save_pretrained(tmp_path / "rm")
     again = load_classifier(str(tmp_path / "rm"))
     assert torch.equal(again.score.weight, model.score.weight)
 
 
-def test_what_is_no_classifier_of_one_label_is_refused(tmp_path: Path) -> None:
+def test_a_classifier_needs_one_label_and_weights(tmp_path: Path) -> None:
     config = tiny.CONFIGS["llama"]()
     config.num_labels = 3
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "three")
-    with pytest.raises(ValueError, match="a classifier of 3 labels; expected 1"):
+    with pytest.raises(ValueError, match="expected a classifier with 1 label, got 3"):
         load_classifier(str(tmp_path / "three"))
     with pytest.raises(ValueError, match=r"no config\.json there"):
         load_classifier(str(tmp_path))
 
 
-def test_an_encoder_of_a_masked_lm_may_lack_its_pooler(tmp_path) -> None:
+def test_a_masked_lm_may_lack_the_pooler(tmp_path) -> None:
     config = BertConfig(
         vocab_size=43, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=8,
@@ -143,7 +177,7 @@ def test_an_encoder_of_a_masked_lm_may_lack_its_pooler(tmp_path) -> None:
         )
 
 
-def test_it_learns_what_is_preferred_and_serves_as_a_reward(tmp_path: Path) -> None:
+def test_it_learns_preferences_and_serves_as_a_reward(tmp_path: Path) -> None:
     config = reward_config(
         tmp_path, model=tiny.saved_model(tmp_path / "sft"), epochs=6, eval_share=0.2, batch_size=4
     )
@@ -160,12 +194,11 @@ def test_it_learns_what_is_preferred_and_serves_as_a_reward(tmp_path: Path) -> N
     assert liked > not_liked + 1
 
 
-# ----------------------------------------------------------------------------------- normalisation
+# ----------------------------------------------------------------------------------- normalization
 
 
 def test_the_best_completions_score_zero_on_average(tmp_path: Path) -> None:
-    """`RewardModel` subtracts what the config says, and plain transformers loads the same model
-    with its own scores."""
+    """In `RewardModel`; transformers loads the same model with uncentered scores."""
     result = reward_model(reward_config(tmp_path, epochs=2), tmp_path)
     run = str(tmp_path / "run")
     prompts = [row["prompt"] for row in PAIRS]
@@ -185,7 +218,7 @@ def test_the_best_completions_score_zero_on_average(tmp_path: Path) -> None:
     torch.testing.assert_close(own - model.config.score_mean, scores, rtol=0, atol=1e-5)
 
 
-def test_a_model_trained_further_gets_a_mean_of_its_own(tmp_path: Path) -> None:
+def test_further_training_updates_the_mean(tmp_path: Path) -> None:
     first = reward_model(reward_config(tmp_path), tmp_path)
     more = str(tmp_path / "more")
     second = reward_model(
@@ -198,7 +231,7 @@ def test_a_model_trained_further_gets_a_mean_of_its_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- the run
 
 
-def test_a_resumed_run_of_adapters_and_a_head_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_lora_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint_interval": 2, "lora_rank": 4}
     options["model"] = tiny.saved_model(tmp_path / "sft")
     reward_model(reward_config(tmp_path, **options, output_dir=str(tmp_path / "whole")), tmp_path)
@@ -213,7 +246,7 @@ def test_a_resumed_run_of_adapters_and_a_head_ends_in_the_same_bits(tmp_path: Pa
     assert uninterrupted.config.score_mean == resumed.config.score_mean
 
 
-def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(tmp_path: Path) -> None:
+def test_lora_trains_adapters_and_head_and_saves_a_plain_model(tmp_path: Path) -> None:
     model = classifier(tmp_path, "gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reward_model(reward_config(tmp_path, lora_rank=4), tmp_path, model=model)

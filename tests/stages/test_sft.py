@@ -1,4 +1,4 @@
-"""Stage 1: the loss is the mean over tokens, the model learns, and a run can go on."""
+"""Supervised fine-tuning: loss, learning, records, resume."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ EOS = 1
 
 
 def _mean_cross_entropy(model: Any, rows: list[dict[str, str]]) -> float:
-    """From the model's own logits, row by row: Σ −logprob over Σ tokens."""
-    model.eval()  # a new model has dropout on
+    """Σ −logprob / Σ tokens of the model's own logits, row by row."""
+    model.eval()  # switches dropout off
     total = 0.0
     count = 0
     for example in encode_demonstrations(rows, tiny.tokenizer()).examples:
@@ -40,17 +40,15 @@ def _mean_cross_entropy(model: Any, rows: list[dict[str, str]]) -> float:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_the_loss_is_the_mean_over_tokens_of_the_models_own_logits(
-    architecture: str, tmp_path: Path
-) -> None:
-    """One step over all rows in four uneven batches, held-out loss before it included."""
+def test_the_loss_equals_that_of_the_models_own_logits(architecture: str, tmp_path: Path) -> None:
+    """Before and after one step over all rows in four uneven batches."""
     model = tiny.model(architecture)
     expected = _mean_cross_entropy(model, ROWS)
     config = sft_config(tmp_path, batch_size=2, gradient_accumulation=4)
     sft(config, model, eval_rows=ROWS)
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert records[0]["step"] == 0
-    # fp32 through two layers; a mean of means over batches is off by 1e-2 here
+    # fp32 through two layers; a mean of means over batches differs by 1e-2 here
     assert records[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
     assert records[1]["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -75,7 +73,7 @@ def test_it_learns_its_demonstrations_and_to_stop(tmp_path: Path) -> None:
 
 
 def test_the_saved_model_stops_at_the_tokenizers_eos(tmp_path: Path) -> None:
-    """A base model's generation config often names another token than its chat template ends on."""
+    """The generation config of a base model often has another EOS than its chat template."""
     model = tiny.model()
     model.generation_config.eos_token_id = 5
     sft(sft_config(tmp_path), model)
@@ -83,7 +81,7 @@ def test_the_saved_model_stops_at_the_tokenizers_eos(tmp_path: Path) -> None:
     assert saved.generation_config.eos_token_id == [5, EOS]
 
 
-def test_a_run_leaves_its_records(tmp_path: Path) -> None:
+def test_a_run_writes_its_records(tmp_path: Path) -> None:
     config = sft_config(tmp_path, epochs=2)
     sft(config)
     run = tmp_path / "run"
@@ -96,9 +94,7 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
         sft(config)
 
 
-def test_threads_that_share_their_cores_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_cpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastppo.stages.supervised.busy_cpu", lambda device: [f"busy {device}"])
     printed = io.StringIO()
     sft(sft_config(tmp_path), console=Console(file=printed, width=200))
@@ -106,7 +102,7 @@ def test_threads_that_share_their_cores_are_warned_of(
 
 
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """Stopped one step behind a checkpoint: that step is taken, and written, a second time."""
+    """After an interruption one step past a checkpoint, that step is repeated."""
     options = {"epochs": 4, "checkpoint_interval": 3}
     sft(sft_config(tmp_path, **options, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
@@ -137,7 +133,7 @@ def test_lora_trains_adapters_and_saves_a_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bf16_weights_are_saved_as_such(tmp_path: Path) -> None:
+def test_bf16_weights_are_saved_in_bf16(tmp_path: Path) -> None:
     directory = tiny.saved_model(tmp_path / "base")
     config = sft_config(tmp_path, model=directory, param_dtype="bfloat16", precision="bf16")
     result = train_sft(config, rows=ROWS, console=Console(file=io.StringIO()))
@@ -146,7 +142,7 @@ def test_bf16_weights_are_saved_as_such(tmp_path: Path) -> None:
     assert saved.dtype == torch.bfloat16
 
 
-def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_model_is_rejected(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["w99"])
     with pytest.raises(ValueError, match="the tokenizer has 44 tokens and the model 43"):
