@@ -1,7 +1,7 @@
-"""`fastppo generate`: what one policy writes, or several side by side, with the reward of each.
+"""`fastppo generate`: show completions of one or several policies with their rewards.
 
-It is for looking at a few completions, not for evaluation at scale: policies are loaded one after
-another and all draw from the same seed; rewards and environment are those of `fastppo train`.
+Use it to look at a few completions, not to evaluate at scale. Policies are loaded one after another
+and sample with the same seed. Rewards and environments are those of `fastppo train`.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
 
 BATCH_SIZE = 32
-"""Sequences generated, or scored by a reward model, at once."""
+"""Sequences per batch, in generation and in reward models."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters except tab and newline, and those that change the direction of writing."""
+"""Control characters except tab and newline, and marks of writing direction."""
 
 
 @dataclass(slots=True)
 class Completions:
-    """What one policy wrote: `num_samples` for each prompt, those of a prompt side by side."""
+    """Completions of one policy: `num_samples` consecutive ones per prompt."""
 
     name: str
     texts: list[str]
     token_ids: list[list[int]]
-    """EOS included, and what an environment wrote."""
+    """Includes EOS and the environment's tokens."""
     finish_reasons: list[str]
     """`stop`, `length` or `turns`."""
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Each reward of each completion, reward units; what an environment paid is `environment`."""
+    """Rewards of each completion by name; `environment` is the environment's."""
     turns: list[list[dict[str, Any]]] | None = None
-    """The turns of each completion, as in `Rollout.turns`; None without an environment."""
+    """Turns of each completion as in `Rollout.turns`; None without an environment."""
 
 
 def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
-    """Samples from each policy and scores what it wrote.
+    """Sample from each policy and score the completions.
 
     Returns:
-        (rows, completions): the prompts' rows as the dataset holds them, and one per policy.
+        (rows, completions): the rows of the prompts, and the completions of each policy.
 
     Raises:
-        DataError: a prompt that cannot be used, or is too long for a policy's context.
-        ValueError: no prompt is given, or a policy or reward cannot be loaded.
+        DataError: a prompt is invalid or too long for a policy's context.
+        ValueError: there is no prompt, or a policy or reward cannot be loaded.
         RewardError: a reward or the environment fails.
     """
     if config.prompt is not None:
@@ -97,11 +97,7 @@ def _complete(
     device: torch.device,
     environment: RewardTerm | None,
 ) -> Completions:
-    """What one policy writes.
-
-    Args:
-        environment: what makes the environments of turns, if there are turns.
-    """
+    """Generate the completions of one policy, over several turns if `environment` is given."""
     model, tokenizer = _load(directory, config, device)
     context = context_length(model) or 2**31
     turns: OneTurn | Turns = OneTurn()
@@ -148,7 +144,7 @@ def _complete(
 
 
 def _load(directory: str, config: GenerateConfig, device: torch.device) -> tuple[Any, Any]:
-    """(the model of a policy, its tokenizer); that of a checkpoint has the dtype of its run."""
+    """Return (model, tokenizer) of a policy. A checkpoint keeps the dtype of its run."""
     if is_checkpoint(directory):
         policy, tokenizer = policy_of(Path(directory), str(device))
         return policy.causal_lm, tokenizer
@@ -166,13 +162,13 @@ def _score(
     return list(score(term, Samples(prompts, policy.texts, columns, policy.token_ids)))
 
 
-# ------------------------------------------------------------------------------------- the picture
+# --------------------------------------------------------------------------------------- the table
 
 
 def show(rows: Rows, policies: list[Completions], config: GenerateConfig, console: Console) -> None:
-    """A table of the completions, and one of the means."""
+    """Print a table of the completions and a table of their means."""
     table = Table(show_lines=True)
-    if not config.environment:  # whose turns hold what was read first
+    if not config.environment:  # the first turn is the prompt
         table.add_column("prompt", overflow="fold", ratio=2)
     for policy in policies:
         table.add_column(Text(policy.name), overflow="fold", ratio=3)
@@ -196,7 +192,7 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
         totals = [sum(policy.rewards[name]) for policy in policies]
         means.add_row(Text(name), *(f"{total / count:.3f}" for total in totals))
     tokens = [sum(map(len, policy.token_ids)) for policy in policies]
-    length = "tokens, the environment's too" if config.environment else "tokens"
+    length = "tokens, including the environment's" if config.environment else "tokens"
     means.add_row(length, *(f"{total / count:.1f}" for total in tokens))
     if config.environment:
         turns = [sum(map(policy_turns, policy.turns or [])) for policy in policies]
@@ -216,21 +212,21 @@ def _prompt_text(prompt: Any) -> Text:
 
 
 def _printable(text: str) -> Text:
-    """The text with control characters that a model wrote spelled out."""
+    """Escape the control characters of a text."""
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
 def policy_turns(turns: list[dict[str, Any]]) -> int:
-    """How many of an episode's turns are the policy's."""
+    """Count the policy's turns of an episode."""
     return sum(turn["role"] == POLICY for turn in turns)
 
 
 ENDS = {TRUNCATED: " (cut off)", OUT_OF_TURNS: " (out of turns)"}
-"""What is said of a completion that did not end by itself."""
+"""Labels of completions without EOS, by finish reason."""
 
 
 def _cell(policy: Completions, index: int) -> Text:
-    """The completion or its turns, whether it was cut off, and its rewards."""
+    """Format a completion or its turns, its finish reason and its rewards."""
     if policy.turns is None:
         completion = policy.texts[index].strip()
         text = _printable(completion) if completion else Text("(empty)", style="dim italic")
@@ -244,7 +240,7 @@ def _cell(policy: Completions, index: int) -> Text:
 
 
 def _turn(turn: dict[str, Any]) -> Text:
-    """Role, text and, of the policy, what the environment paid."""
+    """Format the role, text and reward of a turn."""
     style = "bold green" if turn["role"] == POLICY else "bold"
     text = Text.assemble((f"{turn['role']}  ", style), _printable(str(turn["text"]).strip()))
     if "reward" in turn:

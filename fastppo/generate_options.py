@@ -1,4 +1,4 @@
-"""The options of `fastppo generate`, which are read before torch is imported."""
+"""Options of `fastppo generate`, importable without torch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,25 @@ class GenerateConfig(TurnOptions):
     )
     prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
     split: str = option("train", "Split of a datasets directory or hub dataset")
-    num_prompts: int = option(8, "Prompts taken from the top of the file, prompts", minimum=1)
-    rewards: Sequence[str] = option(
-        [], "file.py:function, module:function, or a sequence-classification model"
-    )
+    num_prompts: int = option(8, "Number of prompts, from the top of the file", minimum=1)
+    rewards: Sequence[str] = option([], "file.py:function, module:function, or a reward model")
     num_samples: int = option(1, "Completions per prompt and policy, sequences", minimum=1)
     max_new_tokens: int = option(128, "Longest completion, tokens", minimum=1)
-    temperature: float = option(1.0, "Sampling temperature; 0 takes the likeliest token", minimum=0)
-    top_k: int = option(
-        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
-    )
+    temperature: float = option(1.0, "Sampling temperature; 0 is greedy", minimum=0)
+    top_k: int = option(0, "Sample from the k most likely tokens; 0 is all tokens", minimum=0)
     top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
+        1.0, "Sample from the smallest set of tokens with this probability", above=0, maximum=1
     )
     stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a completion; none given means the model's EOS tokens", minimum=0
+        None, "Token ids that end a completion; default the model's EOS", minimum=0
     )
-    stop_strings: Sequence[str] = option(
-        [], "Texts that end a completion, at the token that completes one"
-    )
+    stop_strings: Sequence[str] = option([], "Strings that end a completion")
     seed: int = option(
         0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     param_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Dtype of the policies' weights; a checkpoint's is its run's"
+        "float32", "Dtype of the weights; checkpoints keep the dtype of their run"
     )
 
     def check(self) -> None:

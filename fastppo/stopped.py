@@ -1,12 +1,12 @@
-"""The exception that ends a program which a signal has stopped."""
+"""The exception of a program stopped by a signal."""
 
 from __future__ import annotations
 
 import signal
 
 
-class Stopped(KeyboardInterrupt):  # a stop that was asked for is no error
-    """A signal stopped the program. The text says which, and how far the run had come."""
+class Stopped(KeyboardInterrupt):
+    """A signal stopped the program. The message has the signal and the progress of the run."""
 
     def __init__(self, signum: int, how_far: str = "") -> None:
         self.signum = signum
@@ -14,5 +14,5 @@ class Stopped(KeyboardInterrupt):  # a stop that was asked for is no error
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a process that the signal killed."""
+        """Exit code of a process killed by the signal, as in a shell."""
         return 128 + self.signum

@@ -1,4 +1,4 @@
-"""`fastppo generate`: what each policy wrote, beside the others, with its rewards."""
+"""`fastppo generate`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fastppo.rewards.reward import RewardError
 
 
 def _policy(directory: Path, name: str, *, stops: bool = True) -> str:
-    """A model that writes one word after anything, then EOS or the word for ever."""
+    """Save a model that writes one word, then EOS or the same word forever."""
     model = tiny.model()
     word = tiny.VOCABULARY[name]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.zero_()
-        # The hidden state is the last token's own embedding, normed: the head can tell words apart.
+        # The hidden state is the normed embedding of the last token.
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.model.embed_tokens.weight[word] = torch.eye(32)[1]
         model.lm_head.weight[word, 0] = 10.0
@@ -58,7 +58,7 @@ def two(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def reward(tmp_path: Path) -> str:
-    """Says how often the wanted word is in the completion."""
+    """A file of rewards."""
     (tmp_path / "mine.py").write_text(
         "def wanted_word(prompts, completions, wanted):\n"
         "    return [c.split().count(w) for c, w in zip(completions, wanted)]\n"
@@ -70,7 +70,7 @@ def reward(tmp_path: Path) -> str:
     return str(tmp_path / "mine.py")
 
 
-def test_each_policy_writes_what_it_writes_and_gets_its_rewards(two, reward, tmp_path) -> None:
+def test_each_policy_generates_and_is_scored(two, reward, tmp_path) -> None:
     rows = [{"prompt": "w1", "wanted": "w10"}, {"prompt": "w2 w3", "wanted": "w20"}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = _config(
@@ -105,7 +105,7 @@ def test_the_table_shows_completions_and_means(two, reward, tmp_path) -> None:
     assert re.search(r"\n2 completions *\n", _shown(*generate(alone), alone))
 
 
-def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tmp_path) -> None:
+def test_control_characters_are_escaped(tmp_path) -> None:
     completions = [
         Completions("a", ["\x1b[31mred\x07 你好\u3000世界 می\u200cخواهم"], [[5, 1]], ["stop"])
     ]
@@ -115,7 +115,7 @@ def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tm
     assert "\x07" not in text
 
 
-def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
+def test_wrong_input_raises(two, reward, tmp_path) -> None:
     with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
         _config(tmp_path, models=two, prompts="p.jsonl")
     with pytest.raises(ValueError, match="max_turns has an effect only with environment"):
@@ -139,8 +139,7 @@ class Asks:
 """
 
 
-def test_a_policy_of_several_turns_is_looked_at(tmp_path: Path, capsys) -> None:
-    """Role, text and reward of each turn; what the environment lacks is said without a model."""
+def test_turns_are_shown_with_role_text_and_reward(tmp_path: Path, capsys) -> None:
     (tmp_path / "game.py").write_text(ENVIRONMENT)
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "wanted": "w10"}\n')
     model = _policy(tmp_path / "policy", "w10", stops=False)
@@ -160,7 +159,7 @@ def test_a_policy_of_several_turns_is_looked_at(tmp_path: Path, capsys) -> None:
     assert "wanted" in capsys.readouterr().err
 
 
-def test_an_environment_is_loaded_once_and_before_the_policies(two, tmp_path: Path) -> None:
+def test_the_environment_is_loaded_once_before_the_policies(two, tmp_path: Path) -> None:
     path = tmp_path / "loaded"
     counted = f"with open({str(path)!r}, 'a') as file:\n    file.write('once')\n"
     (tmp_path / "game.py").write_text(counted + ENVIRONMENT)
