@@ -1,4 +1,4 @@
-"""Runs of `fastppo train` as a user starts them: files in a folder, flags, a process of its own."""
+"""Run `fastppo` commands on files in a folder, in this process or another one."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ calls = 0
 
 def count(prompts, completions, **columns):
     global calls
-    calls += len(completions) > 1  # not the one before the run
+    calls += len(completions) > 1  # not the trial call before the run
     {before}
     return [text.split().count("w7") / 8 for text in completions]
 """
 
 Run = Callable[..., tuple[int, str]]
-"""Of the fixture `run`."""
+"""Type of the fixture `run`: options to (exit code, stderr)."""
 
 TIMING = ("seconds/", "tokens_per_second")
 
 START = 60.0
-"""Seconds in which a process has begun, at the latest."""
+"""Seconds to wait for the start of a process."""
 
 
 class Folder:
-    """A folder with a model, prompts and a reward, and the flags of a short run on them."""
+    """A folder with a model, prompts and a reward, and the flags of a short run."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.run = path, path / "run"
@@ -49,11 +49,11 @@ class Folder:
         self.write_reward()
 
     def write_reward(self, before: str = "pass") -> None:
-        """The share of w7, after a statement that may use `calls`, from 1."""
+        """Write a reward, the fraction of w7, after a statement that may use `calls`."""
         self.reward.write_text(REWARD.format(before=before))
 
     def flags(self, command: str = "train", **options: Any) -> list[str]:
-        """Of a run that takes about a second; lists are several values of a flag."""
+        """Return the arguments of a run of about a second; lists are flags with several values."""
         chosen = tiny.options(self.path, model=self.model, prompts=self.prompts)
         chosen |= {"rewards": f"{self.reward}:count", "checkpoint_interval": 1, "ppo_epochs": 1}
         chosen |= options
@@ -70,7 +70,7 @@ class Folder:
         return sorted(path.name for path in self.run.glob("checkpoint-*"))
 
     def bits(self) -> dict[str, bytes]:
-        """What a finished run has made, but for times."""
+        """Return the files of a finished run, without its times."""
         files = {
             name: (self.run / name).read_bytes()
             for name in ("policy/model.safetensors", "value_function.safetensors", "samples.jsonl")
@@ -85,8 +85,7 @@ class Folder:
 
 
 def start(arguments: list[str], output: Path, **environment: str) -> BaseProcess:
-    """`fastppo` with these arguments in a process of its own, which has begun; stdout and stderr go
-    to a file."""
+    """Start `fastppo` in another process; stdout and stderr go to the file `output`."""
     begun, beginning = FORKSERVER.Pipe(duplex=False)
     process = FORKSERVER.Process(target=_run, args=(arguments, str(output), environment, beginning))
     process.start()
@@ -108,10 +107,10 @@ def _run(
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under `nohup`, of tests or of kills
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     os.environ |= environment
     torch.set_num_threads(1)
-    beginning.close()  # from here on a signal is the command's
+    beginning.close()  # from here on the command handles signals
     code = cli.main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,7 +118,7 @@ def _run(
 
 
 def finish(process: BaseProcess, seconds: float = 120) -> int:
-    """Waits for a process; its exit code, negative if a signal killed it."""
+    """Wait for a process; return its exit code, negative after a kill by a signal."""
     process.join(seconds)
     if process.is_alive():
         process.kill()
@@ -129,7 +128,7 @@ def finish(process: BaseProcess, seconds: float = 120) -> int:
 
 
 def wait_for(condition: Callable[[], bool], process: BaseProcess, seconds: float = 120) -> bool:
-    """Waits until the condition holds, or the process has ended; whether it holds."""
+    """Wait until the condition holds or the process ends; return whether it holds."""
     end = time.monotonic() + seconds
     while not condition():
         if not process.is_alive() or time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""The pages for users of TRL, verl and OpenRLHF: our names and defaults are the code's."""
+"""The pages for users of TRL, verl and OpenRLHF name the options and defaults of the code."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NUMBER = re.compile(r"^-?[\d.]+(e[-+]?\d+)?$")
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table under a heading, without its head."""
+    """Return the cells of the table under a heading, without its header."""
     section = (ROOT / "docs" / page).read_text("utf-8").split(f"## {heading}\n")[1]
     lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None:
+def test_the_page_has_our_options_with_their_defaults(page: str) -> None:
     defaults = PPOConfig().to_dict()
     count = 0
     for _, here, _, shown in rows(page, "Options"):
@@ -58,15 +58,15 @@ def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None
     assert set(flags) <= OURS
 
 
-def test_verl_takes_the_command_of_its_page(tmp_path: Path) -> None:
-    """Composed with verl's own configs and checked as its trainer checks them before a run."""
+def test_verl_accepts_the_command_of_its_page(tmp_path: Path) -> None:
+    """Compose it with verl's configs and run the checks of verl's trainer."""
     pytest.importorskip("requests", reason="Ray imports requests and does not ask for it")
     verl = pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
     hydra = pytest.importorskip("hydra", reason="verl is not installed: docs/from-verl.md")
     checks = pytest.importorskip("verl.utils.config")
     page = (ROOT / "docs" / "from-verl.md").read_text("utf-8").split("## Move a run\n")[1]
     command = page.split("```bash\n")[1].split("```")[0]
-    command = command.replace("my-sft-model", tiny.saved_model(tmp_path / "model"))  # it is loaded
+    command = command.replace("my-sft-model", tiny.saved_model(tmp_path / "model"))
     overrides = [word for word in shlex.split(command.replace("\\\n", " ")) if "=" in word]
     assert len(overrides) > 10
     configs = Path(verl.__file__).parent / "trainer" / "config"
@@ -93,7 +93,7 @@ def test_the_page_for_trl_has_our_options_with_their_defaults() -> None:
 
 
 def _quoted(cell: str) -> set[str]:
-    """The words in backticks."""
+    """Return the words in backticks."""
     return {word for text in re.findall(r"`([^`]*)`", cell) for word in re.findall(r"\w+", text)}
 
 
@@ -129,7 +129,7 @@ def test_an_unknown_flag_of_another_project_is_answered_with_ours(capsys) -> Non
         assert f"no option 'per_device_train_batch_size'; {answer}\n" in said
 
 
-def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
+def test_the_yaml_has_trls_defaults_as_on_the_page() -> None:
     chosen = PPOConfig(**read_yaml(ROOT / "examples" / "trl_defaults.yaml", PPOConfig))
     assert chosen.max_grad_norm == 1e9, "TRL's PPO does not clip"
     assert (chosen.rewards, chosen.critic_model) == (("rewards.py:my_reward",), None)
@@ -140,7 +140,7 @@ def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
                 assert str(getattr(chosen, name)).lower() in (value, number), row
 
 
-def test_the_page_has_all_of_trls_options_with_their_defaults(monkeypatch) -> None:
+def test_the_page_has_trls_options_with_their_defaults(monkeypatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     theirs = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is not installed")
     from transformers import TrainingArguments
@@ -160,14 +160,14 @@ def test_the_page_has_all_of_trls_options_with_their_defaults(monkeypatch) -> No
 
 
 def _grpo() -> dict[str, Any]:
-    """The options that the page of tools has for a GRPO script."""
+    """Return the options of a GRPO script on the page about tools."""
     section = (ROOT / "docs" / "tools.md").read_text("utf-8").split("## From a GRPO script\n")[1]
     (block,) = re.findall(r"```yaml\n(.*?)```", section, re.S)
     return yaml.safe_load(block)
 
 
 def _check(folder: Path, reward: str) -> int:
-    """`fastppo check` of a GRPO script's options and the body of a reward."""
+    """Run `fastppo check` with the options of a GRPO script and the body of a reward."""
     (folder / "reward.py").write_text(f"def own(completions, **columns):\n    {reward}\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
     run = {
@@ -181,14 +181,12 @@ def _check(folder: Path, reward: str) -> int:
     return cli.main(["check", "--config", str(folder / "run.yaml")])
 
 
-def test_the_options_of_a_grpo_script_are_a_run(tmp_path: Path, capsys) -> None:
+def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
     assert _check(tmp_path, "return [1.0] * len(completions)") == 0
     assert "to 8 prompts; 1 optimiser step" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_reward_that_reads_trls_messages_is_told_what_completions_are(
-    tmp_path: Path, capsys
-) -> None:
+def test_a_reward_for_trls_messages_gets_an_explanation(tmp_path: Path, capsys) -> None:
     assert _check(tmp_path, 'return [len(c[-1]["content"]) for c in completions]') == 1
     assert "which takes lists, completions of texts, and returns" in capsys.readouterr().err
 

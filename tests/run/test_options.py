@@ -1,4 +1,4 @@
-"""Options: frozen, checked when they are made, and one definition for YAML, flags and help."""
+"""Options: conversion, checks, sections and YAML."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ class Both(LoopOptions, StepOptions):
             raise ValueError("quiet has no names")
 
 
-# ------------------------------------------------------------------------------------------- frozen
-
-
-def test_options_cannot_be_assigned_to_and_lists_in_them_are_frozen_too() -> None:
+def test_options_and_their_lists_are_frozen() -> None:
     names = ["a"]
     options = Both(names=names)
     with pytest.raises(FrozenInstanceError):
@@ -59,9 +56,6 @@ def test_options_cannot_be_assigned_to_and_lists_in_them_are_frozen_too() -> Non
     names.append("b")
     assert options.names == ("a",)
     assert options.to_dict()["names"] == ["a"]
-
-
-# ------------------------------------------------------------------------------------ what is taken
 
 
 @pytest.mark.parametrize(
@@ -79,9 +73,7 @@ def test_options_cannot_be_assigned_to_and_lists_in_them_are_frozen_too() -> Non
         ("kind", "fast", "fast"),
     ],
 )
-def test_what_yaml_and_flags_leave_as_text_is_converted(
-    name: str, value: Any, expected: Any
-) -> None:
+def test_values_of_yaml_and_flags_are_converted(name: str, value: Any, expected: Any) -> None:
     converted = getattr(Both(**{name: value}), name)
     assert converted == expected
     assert type(converted) is type(expected)
@@ -105,15 +97,12 @@ def test_what_yaml_and_flags_leave_as_text_is_converted(
         ({"quiet": True, "names": ["a"]}, "quiet has no names"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_options_name(values, sentence: str) -> None:
+def test_a_wrong_value_raises_with_the_name_of_the_option(values, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Both(**values)
 
 
-# ----------------------------------------------------------------------------------------- sections
-
-
-def test_sections_are_the_classes_in_the_order_in_which_they_are_written() -> None:
+def test_sections_are_the_base_classes_in_order() -> None:
     names = {heading: [m.name for m in members] for heading, members in Both.sections().items()}
     assert names == {
         "Loop. The rest of the docstring is no heading": ["epochs", "share", "kind"],
@@ -122,7 +111,9 @@ def test_sections_are_the_classes_in_the_order_in_which_they_are_written() -> No
     }
     assert next(iter(names)).startswith("Loop")
     (epochs, *_) = next(iter(Both.sections().values()))
-    assert (epochs.default, epochs.metadata["bounds"][0]) == (3, 2), "as it is given anew"
+    assert (epochs.default, epochs.metadata["bounds"][0]) == (3, 2), (
+        "the subclass overrides the field"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,10 +130,7 @@ def test_every_option_is_in_one_section_with_help_and_bounds(kind: type[Options]
         assert len(member.metadata["bounds"]) == 3, member.name
 
 
-# --------------------------------------------------------------------------------------------- YAML
-
-
-def test_saved_options_read_back_as_themselves(tmp_path) -> None:
+def test_saved_options_are_read_back(tmp_path) -> None:
     options = Both(rate=1e-6, names=["β", "b"], weights=[0.5])
     options.save(tmp_path / "config.yaml")
     assert Both(**read_yaml(tmp_path / "config.yaml", Both)) == options
@@ -161,13 +149,13 @@ def test_saved_options_read_back_as_themselves(tmp_path) -> None:
         ("a: [", r"run\.yaml is not valid YAML"),
     ],
 )
-def test_a_file_of_something_else_is_refused(text: str, says: str, tmp_path) -> None:
+def test_a_wrong_file_raises(text: str, says: str, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=says):
         read_yaml(tmp_path / "run.yaml", Both)
 
 
-def test_an_unknown_option_is_answered_with_our_name_or_the_nearest(tmp_path) -> None:
+def test_an_unknown_option_raises_with_our_name_or_the_nearest(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("leraning_rate: 1\nbeta: 0.1\nlogging_steps: 5")
     with pytest.raises(ValueError, match="learning_rate") as error:
         read_yaml(tmp_path / "run.yaml", PPOConfig)
@@ -182,7 +170,7 @@ def test_an_unknown_option_is_answered_with_our_name_or_the_nearest(tmp_path) ->
         replace(SFTConfig(), num_train_epochs=2)
 
 
-def test_other_names_are_ours_and_not_options_already() -> None:
+def test_other_names_map_to_our_options() -> None:
     ours = PPOConfig().to_dict().keys() | SFTConfig().to_dict().keys()
     for name, options in OTHER_NAMES.items():
         assert name not in PPOConfig().to_dict()
