@@ -1,9 +1,8 @@
-"""A server of vLLM's protocol over a tiny model: what `rollout=server` asks of one, and no more.
+"""A server of a tiny model with the parts of vLLM's protocol that `rollout=server` uses.
 
-It decodes with FastPPO's decoder, one request at a time, and takes weights as vLLM does: by the
-path of a directory. `/log` says what it was asked. Where an address has a status,
-that is the answer: at 302 with the way to `/log`, and a sentence in place of JSON; at 0 the server
-ends.
+It decodes with FastPPO's decoder, one request at a time, and loads weights from directories, as
+vLLM does. `/log` returns the paths of all requests. An address with a given status answers it with
+text instead of JSON: 302 redirects to `/log`, and 0 ends the server.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastppo.rollout.decoder import DecoderEngine
 
 
 class State:
-    """What the server has."""
+    """The server's weights and log."""
 
     def __init__(self, model: str, changes: dict[str, Any]) -> None:
         self.base = model
@@ -37,7 +36,7 @@ class State:
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
-        """What is answered to a request; a KeyError is a status of 404."""
+        """Answer a request; raise KeyError for status 404."""
         self.log.append(path)
         if path == "/log":
             return self.log
@@ -92,8 +91,13 @@ class State:
 def serve(
     port: int, model: str, statuses: dict[str, int], changes: dict[str, Any], key: str | None
 ) -> None:
-    """Answers at a port of this machine, those addresses with their statuses, until it is ended;
-    what is in `changes` takes the place of what it answers, and a key must come with requests."""
+    """Serve on a local port until killed.
+
+    Args:
+        statuses: by address; see above.
+        changes: replace fields of its responses.
+        key: required in requests.
+    """
     torch.set_num_threads(1)
     state = State(model, changes)
 
@@ -127,13 +131,13 @@ def serve(
             self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing is printed."""
+            """Print nothing."""
 
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def serve_vllm(port: int, model: str) -> None:
-    """vLLM's own server in place of this process."""
+    """Replace this process with vLLM's own server."""
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -1,5 +1,4 @@
-"""What the ranks of a shared run do with vLLM, and with what stands for it where it is not
-installed."""
+"""Distributed test functions with vLLM, and with a stub of it."""
 
 from __future__ import annotations
 
@@ -27,19 +26,18 @@ from fastppo.run.log import read_jsonl
 from runs import make_trainer
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-"""Heads of which vLLM's kernels for CPUs have one, and as many as two processes can share."""
+"""Heads that vLLM's CPU kernels support and two processes can share."""
 
 
 class Listener:
-    """Stands for the module `vllm`: remembers what it is told, takes weights unless it is to fail,
-    and answers token 4 then token 1."""
+    """A stub of the module `vllm`: records calls, copies weights, and answers tokens 4 and 1."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.module: Any = ModuleType("vllm")
         self.module.LLM, self.module.SamplingParams = self._llm, dict
         self.most_at_once = 0
-        """Whole weights that were there at a time."""
+        """Largest number of full weights in memory at once."""
         self.fails_at: str | None = None
         self.fails_to_wake = False
         self.finish_reason = "stop"
@@ -91,8 +89,7 @@ class Listener:
 
 
 def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """An update's weights as a vLLM that only listens is handed them, and as the policy has
-    them."""
+    """Hand over an update's weights to the stub and save the policy; then fail on rank 1."""
     listener = Listener()
     sys.modules["vllm"] = listener.module
     trainer = make_trainer(Path(folder), rollout="vllm", **options)
@@ -100,7 +97,7 @@ def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
     given = dict(listener.weights)
 
-    def sentence() -> str:
+    def message() -> str:
         try:
             trainer.engine.weights_changed(trainer.model)
         except ValueError as error:
@@ -108,22 +105,22 @@ def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         return ""
 
     listener.fails_at = "model.layers.1.mlp.up_proj.weight" if trainer.world.rank == 1 else None
-    said = [sentence()]
+    errors = [message()]
     inner: Any = getattr(trainer.engine, "engine", trainer.engine)
     inner._asleep, listener.fails_at = True, None
     listener.fails_to_wake = trainer.world.rank == 1
-    said.append(sentence())
+    errors.append(message())
     trainer.save_policy(Path(folder) / "policy")
     return {
         "given": given,
-        "most": listener.most_at_once,
+        "most_at_once": listener.most_at_once,
         "executor": listener.options.get("distributed_executor_backend"),
-        "said": trainer.world.gather(said),
+        "errors": trainer.world.gather(errors),
     }
 
 
 class OfGroups(RolloutEngine):
-    """Draws a token per prompt from torch's generator; two neighbours draw together."""
+    """Draws a token per prompt from torch's generator. Two ranks share an engine."""
 
     holds_weights = True
     ranks_together = 2
@@ -138,7 +135,7 @@ class OfGroups(RolloutEngine):
 
 
 def draw_in_groups(folder: str) -> dict[str, Any]:
-    """What each rank is asked and all get: of five prompts, and of one."""
+    """Return the prompts of each rank and the tokens of all, for five prompts and for one."""
     engine = OfGroups()
     trainer = make_trainer(Path(folder), engine=engine)
     torch.manual_seed(3)
@@ -164,8 +161,7 @@ def wide_model() -> Any:
 
 
 def train(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A short run with vLLM; its records, and greedy tokens of vLLM and of the policy itself at its
-    end, by rank."""
+    """Train with vLLM. Return the metrics and each rank's final greedy tokens, vLLM's and ours."""
     config = PPOConfig(**tiny.options(Path(folder), rollout="vllm", **options))
     trainer = PPOTrainer(
         config,

@@ -1,24 +1,21 @@
-"""One step of asynchrony: the next batch is drawn while this one is learned from.
+"""One step of asynchrony: generate the next batch while learning from this one.
 
-When the responses of an iteration are handed out, a thread begins to draw those of the next, with
-the weights as they are then. So from the second iteration on a batch is of the weights before the
-last update, and what an iteration takes is the longer of drawing and learning, where it was both:
+After returning the responses of an iteration, a thread starts to generate those of the next one. So
+from the second iteration on, a batch comes from the weights before the last update, and an
+iteration takes
 
     max(generate, score + experience + update)
 
-The weights that a batch was drawn with do not change under it: the engine has a copy of them, which
-is replaced when both the update and the drawing are done. What is random in it follows from a seed
-that is taken before, so neither depends on which of the two is faster.
+The engine generates with a copy of the weights, which is replaced after both the update and the
+generation. Seeds are drawn before the thread starts. So results do not depend on timing.
 
-The trainer sees an engine with weights of its own: the ratio of the loss and its importance weights
-are to logprobs that this engine gave. A batch that is drawn and not yet learned from is part of a
-checkpoint, for the weights that drew it are gone by then.
+To the trainer this is an engine with its own weights: old logprobs and importance weights use the
+sampler's logprobs. A checkpoint includes the generated batch, as its weights no longer exist.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,87 +24,81 @@ import torch
 from torch import Tensor
 
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import Rollout, RolloutEngine, Sampling, check_rollout
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
-class DrawnBatch(NamedTuple):
-    """Prompts, and the responses that were drawn to them or are being drawn."""
+class _Batch(NamedTuple):
+    """Prompts and the future of their responses."""
 
     prompt_ids: list[list[int]]
     rollout: Future[Rollout]
 
 
 class AsyncEngine(RolloutEngine):
-    """Draws one batch ahead of the learner.
+    """Generate one batch ahead of the learner.
 
     Args:
-        engine: has weights of its own, and takes its random numbers from `Sampling.seed`.
-        vocabulary: tokens of the policy.
-        longest: tokens of a response at most.
+        engine: with `holds_weights` and `draws_by_row`.
     """
 
     holds_weights = True
 
-    def __init__(self, engine: RolloutEngine, vocabulary: int, longest: int) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
-        self.vocabulary = vocabulary
-        self.longest = longest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._is_training = False
-        """Whether the next call is for an iteration of the run, and not of an evaluation."""
+        """Whether the next call is for training, not for an evaluation."""
         self._next_prompts: list[list[int]] = []
-        self._learned: DrawnBatch | None = None
-        """What is learned from now."""
-        self._ahead: DrawnBatch | None = None
-        """What comes after it."""
+        self._current: _Batch | None = None
+        self._next: _Batch | None = None
 
     def prepare(self, next_prompts: list[list[int]]) -> None:
-        """Called before each iteration.
+        """Prepare for an iteration.
 
         Args:
-            next_prompts: those of the iteration after it, none where there is none.
+            next_prompts: of the iteration after it; empty in the last one.
         """
         self._is_training = True
         self._next_prompts = next_prompts
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        """The responses that were drawn ahead to these prompts; to others, what is drawn now."""
+        """Return the responses generated ahead for these prompts; generate them for others."""
         if not self._is_training:
             return self.engine.generate(prompt_ids, sampling)
         self._is_training = False
-        # Two seeds in every iteration, so that one that is made again after a resume, when its
-        # batch is there already, takes the same for the next.
+        # Always two seeds, so a resumed iteration, which already has its batch, draws the same seed
+        # for the next one.
         now = replace(sampling, seed=sampling.drawn_seed())
         later = replace(sampling, seed=sampling.drawn_seed())
-        drawn = self._ahead
-        self._ahead = None
+        drawn = self._next
+        self._next = None
         if drawn is None or drawn.prompt_ids != prompt_ids:
-            drawn = DrawnBatch(prompt_ids, _done(self.engine.generate(prompt_ids, now)))
+            drawn = _Batch(prompt_ids, _done(self.engine.generate(prompt_ids, now)))
         rollout = drawn.rollout.result()
-        self._learned = drawn
+        self._current = drawn
         if self._next_prompts:
             drawing = self._thread.submit(self.engine.generate, self._next_prompts, later)
-            self._ahead = DrawnBatch(self._next_prompts, drawing)
+            self._next = _Batch(self._next_prompts, drawing)
         return rollout
 
     def weights_changed(self, policy: Any) -> None:
-        """Hands the policy's weights over as soon as nothing is drawn with the old ones."""
-        if self._ahead is not None:
-            concurrent.futures.wait([self._ahead.rollout])  # a failure is told where it is read
+        """Hand over the policy's weights once the next batch is complete."""
+        if self._next is not None:
+            concurrent.futures.wait([self._next.rollout])  # `generate` raises its errors
         self.engine.weights_changed(policy)
-        self._learned = None
+        self._current = None
 
     def close(self) -> None:
-        """Ends what is drawn ahead; an engine that cannot end it is waited for."""
+        """End the thread's generation, or wait for it if the engine cannot end it."""
         self.engine.close()
-        if self._ahead is not None and self._ahead.rollout.exception() is not None:
-            self._ahead = None
+        if self._next is not None and self._next.rollout.exception() is not None:
+            self._next = None
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the engine, with the batch of the next iteration, or of this one where its update
-        is not over."""
+        """Return the engine's state and a batch: this iteration's until its update has ended, then
+        the next one's."""
         state = {"engine": self.engine.state_dict()}
-        batch = self._learned or self._ahead
+        batch = self._current or self._next
         if batch is None or batch.rollout.exception() is not None:
             return state
         rollout = batch.rollout.result()
@@ -121,13 +112,8 @@ class AsyncEngine(RolloutEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave.
-
-        Raises:
-            ValueError: the responses are not of this policy.
-        """
         self.engine.load_state_dict(state.get("engine", {}))
-        self._ahead = None
+        self._next = None
         if "prompt_ids" in state:
             rollout = Rollout(
                 state["tokens"],
@@ -136,21 +122,15 @@ class AsyncEngine(RolloutEngine):
                 logprobs=_as_tensors(state["logprobs"]),
                 versions=state["versions"],
             )
-            check_rollout(rollout, self.vocabulary, self.longest)
-            self._ahead = DrawnBatch(state["prompt_ids"], _done(rollout))
-
-
-def copy_of(policy: LanguageModel) -> LanguageModel:
-    """The policy's causal LM with weights of its own."""
-    return LanguageModel(copy.deepcopy(policy.causal_lm), compute_dtype=policy.compute_dtype)
+            self._next = _Batch(state["prompt_ids"], _done(rollout))
 
 
 class CopyEngine(RolloutEngine):
-    """Decodes with a copy of the policy, which a handover of weights replaces.
+    """Decode with a copy of the policy.
 
     Args:
         engine: decodes the copy.
-        policy_copy: what `copy_of` returned.
+        policy_copy: a copy of the policy's causal LM.
     """
 
     holds_weights = True

@@ -1,14 +1,14 @@
-"""Drawing tokens from logits, with the logprob of each, in one pass over the vocabulary.
+"""Sample tokens and their logprobs from logits, in one pass over the vocabulary.
 
-An inverse CDF in two levels. With `e = exp(s − max s)` of the scores `s = z/T`,
+The sampler inverts the CDF in two levels. With scores `s = z/T` and `e = exp(s − max s)`,
 
     total = Σ e      block = first b with Σ_{b' ≤ b} Σ e > u·total      token = the same inside it
     logprob = s_y − max s − log total
 
-Sums of blocks are added in fp64, and the uniforms are fp64: with fp32 ones every token with a
-probability below 2⁻²⁴ would be drawn too often or never. Nothing of size [B, V] is formed but `e`,
-and no second softmax is needed for the logprob: `torch.multinomial` and that softmax are more than
-half of a rollout on a CPU where the vocabulary is large.
+Sums of blocks and uniforms are fp64: fp32 uniforms would sample tokens with a probability below
+2⁻²⁴ too often or never. `e` is the only [B, V] temporary, and the logprob needs no second softmax.
+With a large vocabulary on a CPU, `torch.multinomial` and that softmax take more than half of a
+rollout's time.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from torch import Tensor
 from fastppo.rollout import Sampling
 
 BLOCK = 256
-"""Tokens of a block: about the square root of the larger vocabularies, so that the two levels cost
-the same."""
+"""Tokens per block: about the square root of a large vocabulary, so both levels cost the same."""
 
 CANDIDATES = 1024
-"""On a CPU a nucleus is looked for among so many of the likeliest tokens first: to find them takes
-2.4 ms of eight rows of 32000 where the whole sort takes 18 (one thread)."""
+"""Likeliest tokens in which a CPU first looks for the nucleus. For 8 rows of 32000, top-k takes
+2.4 ms and a full sort 18 ms (one thread)."""
 
 
 class Draws(NamedTuple):
-    """[B] each: a token per row, and its logprobs in fp32, nats."""
+    """One token per row and its logprobs, [B] each; logprobs are fp32, nats."""
 
     tokens: Tensor
     logprobs: Tensor
     """Under softmax(scores)."""
     sampler_logprobs: Tensor
-    """Under softmax(scores) over the tokens that were left."""
+    """Under softmax(scores) over the kept tokens."""
 
 
 def draw_next(
     logits: Tensor, sampling: Sampling, uniforms: Tensor | None, *, scratch: Tensor
 ) -> Draws:
-    """One token per row, of logits [B, V] fp32, as `sampling` says; the other arguments are those
-    of `draw`."""
+    """Sample one token per row of logits [B, V] fp32 with the options of `sampling`.
+
+    The other arguments are those of `draw`.
+    """
     scores = logits if sampling.temperature == 1 else logits / sampling.temperature
     return draw(scores, uniforms, keep=kept_tokens(scores, sampling), scratch=scratch)
 
@@ -55,20 +56,20 @@ def draw(
     keep: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Draws:
-    """One token per row.
+    """Sample one token per row.
 
     Args:
         scores: [B, V] fp32 logits divided by the temperature; −inf is never drawn. A row with NaN
-            or +inf, or with −inf alone, gets token 0 and logprob NaN.
+            or +inf, or with only −inf, gets token 0 and logprob NaN.
         uniforms: [B] fp64 in [0, 1); None takes the likeliest token.
-        keep: [B, V] bool, False on tokens that may not be drawn; None keeps all.
-        scratch: of `scratch_for`, with B rows or more: memory that need not be allocated anew.
+        keep: [B, V] bool, False on excluded tokens; None keeps all.
+        scratch: a buffer of `scratch_for` with at least B rows, to reuse.
     """
     if keep is not None:
-        # What is left may be far below what is not, so it gets a maximum of its own.
-        left = draw(scores.masked_fill(~keep, -torch.inf), uniforms, scratch=scratch)
-        chosen = scores.gather(1, left.tokens.unsqueeze(1)).squeeze(1)
-        return left._replace(logprobs=chosen - scores.logsumexp(1))
+        # Kept scores may be far below the excluded ones, so they need a maximum of their own.
+        kept = draw(scores.masked_fill(~keep, -torch.inf), uniforms, scratch=scratch)
+        chosen = scores.gather(1, kept.tokens.unsqueeze(1)).squeeze(1)
+        return kept._replace(logprobs=chosen - scores.logsumexp(1))
     rows, vocabulary = scores.shape
     padded = (scratch_for(scores) if scratch is None else scratch)[:rows]
     exponentials = padded[:, :vocabulary]
@@ -86,12 +87,13 @@ def draw(
 
 
 def kept_tokens(scores: Tensor, sampling: Sampling) -> Tensor | None:
-    """[B, V] bool, True where a token may be drawn; None where all may.
-
-    As in Hugging Face `generate`: top-k first, then top-p of what top-k left.
+    """Apply top-k, then top-p to the tokens kept, as Hugging Face `generate` does.
 
     Args:
         scores: [B, V] logits divided by the temperature.
+
+    Returns:
+        [B, V] bool, True on kept tokens; None if all are kept.
     """
     if sampling.greedy:
         return None
@@ -105,8 +107,10 @@ def kept_tokens(scores: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """[B, V] bool: the likeliest tokens up to the one with which their probability reaches
-    `top_p`. Source: Holtzman et al. 2020, section 3.1."""
+    """Return [B, V] bool, True on the smallest set of likeliest tokens with probability >= `top_p`.
+
+    Source: Holtzman et al. 2020, section 3.1.
+    """
     probabilities, tokens = _likeliest_first(scores, top_p)
     before = probabilities.cumsum(1) - probabilities
     inside = (before < top_p) & (probabilities > 0)
@@ -115,8 +119,8 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def _likeliest_first(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """(probabilities, tokens) in falling order: [B, V], or fewer columns that hold `top_p`."""
-    # On a GPU the host would wait to learn whether the candidates are enough.
+    """Return (probabilities, tokens) in descending order, [B, V] or [B, CANDIDATES]."""
+    # On a GPU the test for enough candidates would synchronise.
     if scores.device.type == "cpu" and scores.shape[1] > CANDIDATES:
         likeliest, tokens = scores.topk(CANDIDATES, dim=1)
         probabilities = (likeliest - scores.logsumexp(1, keepdim=True)).exp()
@@ -127,16 +131,18 @@ def _likeliest_first(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def scratch_for(scores: Tensor) -> Tensor:
-    """[B, whole blocks] fp32 zeros: the tokens beyond V stay at 0, and so are never drawn."""
+    """Return [B, V rounded up to whole blocks] fp32 zeros. Columns beyond V stay 0: never drawn."""
     rows, vocabulary = scores.shape
     return torch.zeros(rows, -(-vocabulary // BLOCK) * BLOCK, device=scores.device)
 
 
 def _inverse_cdf(sums: Tensor, blocks: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, 1] tokens: the block in which u falls, then the token inside it.
+    """Return [B, 1] tokens: find the block of u, then the token inside it.
 
     Args:
-        sums: [B, blocks] fp64; blocks: [B, blocks, BLOCK]; uniforms: [B, 1] fp64.
+        sums: [B, blocks] fp64.
+        blocks: [B, blocks, BLOCK].
+        uniforms: [B, 1] fp64.
     """
     if sums.shape[1] == 1:
         return _first_beyond(blocks.squeeze(1).double().cumsum(1), uniforms)
@@ -149,11 +155,9 @@ def _inverse_cdf(sums: Tensor, blocks: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_beyond(upto: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, 1]: the first index at which the running sum [B, n] is beyond u of the whole.
-
-    What is there is not 0: the target is held below the whole sum, which `u·total` may round up to.
-    """
+    """Return [B, 1], the first index whose running sum in `upto` [B, n] exceeds u · total."""
     total = upto[:, -1:]
     target = (uniforms * total).clamp_(min=0)
+    # `u·total` may round up to the total, behind the last token with a positive probability.
     target = torch.minimum(target, total * (1 - 2**-52))
     return (upto <= target).sum(1, keepdim=True)

@@ -1,10 +1,10 @@
-"""A rollout that ranks share: each draws for its own prompts, and all get every response.
+"""Distributed rollouts: each rank generates for its own prompts, and all get every response.
 
-The weights are gathered once for the whole rollout, so no rank waits for another while it decodes;
-for an engine that holds a copy of them nothing is gathered but when they are handed over. With the
-decoder a row draws what it would draw in one process: its random numbers follow from its place in
-the batch. Other engines draw from a generator of their own on each rank, or on each group of ranks
-that decode the same prompts together.
+Sharded weights are gathered once for the whole rollout, so ranks do not wait for one another while
+decoding. An engine with a copy of the weights needs them only at a handover.
+
+With the decoder, responses do not depend on the number of ranks. Other engines seed a generator per
+rank, or per group of ranks that share one engine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
 class SharedEngine(RolloutEngine):
-    """Runs an engine on this rank's prompts.
+    """Run this rank's engine on its share of the prompts.
 
     Args:
-        engine: of this rank; it reads the policy's weights, or holds its own.
+        engine: of this rank.
     """
 
     def __init__(self, engine: RolloutEngine, policy: LanguageModel, world: World) -> None:
@@ -36,9 +36,8 @@ class SharedEngine(RolloutEngine):
         self.same_weights = engine.same_weights
         together = engine.ranks_together
         self.group = replace(world, rank=world.rank // together, size=world.size // together)
-        """This rank's group of ranks that decode together, among all groups."""
-        self.speaks = world.rank % together == 0
-        """Whether this rank hands on what its group decodes."""
+        """Rank and number of the groups of ranks that share an engine."""
+        self.is_first_of_group = world.rank % together == 0
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         own = self.group.local_rows(len(prompt_ids))
@@ -48,7 +47,7 @@ class SharedEngine(RolloutEngine):
             if not own:
                 return None
             rollout = self.engine.generate(prompt_ids[own.start : own.stop], own_sampling)
-            return _packed(rollout) if self.speaks else None
+            return _packed(rollout) if self.is_first_of_group else None
 
         device = self.policy.device
         devices = [device] if device.type == "cuda" else []
@@ -58,7 +57,7 @@ class SharedEngine(RolloutEngine):
                 torch.manual_seed(_draw_seed() + self.group.rank)
             packed = self.world.gather_results(draw)
         if not sampling.greedy:
-            _draw_seed()  # every rank goes on from the same state, the one that the decoder leaves
+            _draw_seed()  # every rank ends with the same state as after the decoder
         return Rollout.joined([_unpacked(fields) for fields in packed if fields is not None])
 
     def release(self) -> None:
@@ -66,7 +65,7 @@ class SharedEngine(RolloutEngine):
         reshard_for_update(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
-        reshard(self.policy)  # a group that is still gathered has the weights before the update
+        reshard(self.policy)  # weights that are still gathered are older than the update
         self.world.gather_results(lambda: self.engine.weights_changed(policy))
 
     def close(self) -> None:
@@ -81,7 +80,7 @@ TENSORS_PER_ROW = ("sampler_logprobs", "logprobs", "values")
 
 
 def _packed(rollout: Rollout) -> dict[str, Any]:
-    """A rollout's fields, with one tensor in place of each list of tensors: that pickles faster."""
+    """Return the fields with each list of tensors concatenated, which pickles faster."""
     packed = {field.name: getattr(rollout, field.name) for field in fields(rollout)}
     packed["tokens"] = torch.tensor([*itertools.chain(*rollout.tokens)], dtype=torch.int64)
     packed["lengths"] = rollout.lengths

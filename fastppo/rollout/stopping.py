@@ -1,4 +1,4 @@
-"""Stop strings: where in a response the text is complete that ends it."""
+"""Stop strings."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 MARGIN = 8
-"""Tokens decoded beyond those that a stop string can have: some tokenizers drop a space before the
-first token that they decode, and a character may be several tokens."""
+"""Extra tokens to decode: some tokenizers drop a space before the first token, and a character may
+be several tokens."""
 
 
 class StopStrings:
-    """Says which of several responses end with a stop string.
+    """Find the responses that a stop string ends.
 
-    A token stands for at least one byte of text, so a string of n bytes is in the last n tokens:
-    each call decodes only those.
+    A token is at least one byte of text, so a string of n bytes is within the last n tokens, and
+    each call decodes only these.
 
     Args:
-        tokenizer: of the policy; may be None if there are no strings.
-        strings: not empty, any of them ends a response.
+        tokenizer: of the policy; may be None without strings.
+        strings: not empty; each of them ends a response.
 
     Raises:
-        ValueError: strings without a tokenizer, or one with a special token in it.
+        ValueError: there are strings and no tokenizer, or a string contains a special token.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
@@ -32,17 +32,16 @@ class StopStrings:
             contained = next((token for token in special if token in string), None)
             if contained is not None:
                 raise ValueError(
-                    f"stop_strings: {string!r} holds the special token {contained!r}, and "
-                    "responses are read without special tokens; put its id into stop_token_ids "
-                    f"({tokenizer.convert_tokens_to_ids(contained)})"
+                    f"stop_strings: {string!r} contains the special token {contained!r}, and "
+                    "responses are decoded without special tokens; put its id "
+                    f"{tokenizer.convert_tokens_to_ids(contained)} into stop_token_ids"
                 )
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
         self.window = max((len(string.encode()) for string in strings), default=0) + MARGIN
 
     def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
-        """[B] whether the text of each response, whose tokens but the last were looked at before,
-        now has a stop string."""
+        """Return [B], whether the last token of each response completed a stop string."""
         tails = [list(response[-self.window :]) for response in responses]
         texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
         return [any(string in text for string in self.strings) for text in texts]

@@ -1,16 +1,16 @@
-"""vLLM in the learner's process: its speed at decoding, on a copy of the policy's weights.
+"""vLLM in the learner's process.
 
-vLLM is given the model's config and tokenizer; the weights are handed over from memory, in place,
-at the start and after every update. Each time the KV cache of prompts is emptied, for it was
-computed with the old weights. During an update on a GPU the engine sleeps: its weights and cache
-are freed, and come back with the handover.
+vLLM starts with the model's config and tokenizer and with dummy weights. The policy's weights are
+copied from memory at the start and after every update, and the prefix cache of the old weights is
+emptied. During an update on a GPU the engine sleeps: its weights and KV cache are freed until the
+next handover.
 
-Of several processes each has an engine for its own rows, or `tensor_parallel_size` neighbours have
-one together (`external_launcher`: vLLM joins the processes that are there). The weights are handed
-over name by name: every process gathers one, hands it on and frees it before the next.
+With several ranks, each has an engine for its own rows, or `tensor_parallel_size` neighbours share
+one (vLLM's `external_launcher`). Weights are handed over one by one: all ranks gather a tensor,
+load it and free it before the next.
 
-Its kernels are not the learner's, so its logprobs differ from the policy's by rounding, more in
-bf16: the trainer recomputes them (`old_logprobs`). Written for and tested with vLLM 0.32.
+vLLM's logprobs differ from the policy's by rounding, more in bf16, so the trainer recomputes them
+(`old_logprobs`). Tested with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -46,24 +46,22 @@ from fastppo.rollout.prompts import check_prompts
 
 INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
-"""KV cache on a CPU, where vLLM would take a share of the machine's memory."""
-SLEEP = 2
-"""The level at which weights are freed, not kept on the CPU: new ones are handed over."""
+"""KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
+SLEEP_LEVEL = 2
+"""Frees the weights; level 1 would keep them on the CPU."""
 
 
 class VLLMEngine(RolloutEngine):
-    """`generate(prompt_ids, sampling)` with vLLM.
-
-    One engine per process: vLLM holds a process group and sets environment variables.
+    """Sample with vLLM. A process can have only one such engine.
 
     Args:
         policy: gives architecture, dtype and the first weights.
-        tokenizer: decodes responses where stop strings end them.
-        batch_size: most responses decoded at once; None leaves it to vLLM.
+        tokenizer: for stop strings.
+        batch_size: maximum number of responses decoded at once; None is vLLM's default.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
-        tensor_parallel_size: processes, neighbours, that share each layer of one engine.
-        world: the processes.
-        options: more keywords of `vllm.LLM`, which win.
+        tensor_parallel_size: number of neighbouring ranks that share one engine.
+        world: the ranks.
+        options: further keywords of `vllm.LLM`, which override ours.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -83,7 +81,7 @@ class VLLMEngine(RolloutEngine):
         world: World | None = None,
         **options: Any,
     ) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # needed to copy weights in memory
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         try:
             import vllm
@@ -107,7 +105,7 @@ class VLLMEngine(RolloutEngine):
         if processes % tensor_parallel_size:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} must divide the number of processes "
-                f"of `world`, which torchrun starts, got {processes}"
+                f"that torchrun starts, got {processes}"
             )
         self.ranks_together = tensor_parallel_size
         if processes > 1:
@@ -118,7 +116,7 @@ class VLLMEngine(RolloutEngine):
             self.llm: Any = vllm.LLM(
                 model=directory,
                 load_format="dummy",
-                generation_config="vllm",  # `Sampling` is all that decides
+                generation_config="vllm",  # ignores the model's generation config
                 dtype=policy.compute_dtype or policy.causal_lm.dtype,
                 max_model_len=policy.context,
                 enable_prefix_caching=True,
@@ -126,15 +124,15 @@ class VLLMEngine(RolloutEngine):
                 disable_log_stats=True,
                 **(settings | options),
             )
-        # At each handover it warns that rotary tables got no weights, which they do not have.
+        # It warns at every handover that rotary tables, which have no weights, got none.
         reload_logger = "vllm.model_executor.model_loader.reload.layerwise"
         logging.getLogger(reload_logger).setLevel(logging.ERROR)
         self.weights_changed(policy)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        """Draws one response per prompt. `logprobs` are None where sampling is restricted.
+        """Generate one response per prompt. `logprobs` are None if sampling is restricted.
 
-        Of greedy tokens vLLM gives the logprobs at temperature 1.
+        Logprobs of greedy tokens are at temperature 1.
 
         Raises:
             ValueError: a prompt is empty.
@@ -148,7 +146,7 @@ class VLLMEngine(RolloutEngine):
         if not prompt_ids:
             return Rollout([], [], [], [])
         options = sampling_options(sampling)
-        # A seed per response: its draws do not depend on what else is in the batch.
+        # With a seed per response, it does not depend on the rest of the batch.
         seeds = torch.randint(2**31, (len(prompt_ids),)).tolist()
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids],
@@ -165,42 +163,42 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def weights_changed(self, policy: LanguageModel) -> None:
-        """Hands the policy's weights over, adapters merged, and empties the prefix cache."""
+        """Copy the policy's weights, with merged adapters, and empty the prefix cache."""
         weights = _weights(policy)
         try:
             if self._asleep:
                 self.llm.wake_up(tags=["weights"])
-            # Not `model.load_weights`: kernels may hold weights in a layout of their own, as those
-            # for CPUs do, and this call goes back to the layout of the files first.
+            # `model.load_weights` fails where kernels have repacked the weights, as on CPUs; this
+            # call restores the layout of the files first.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         finally:
-            for _ in weights:  # after an error too: other processes gather the rest with this one
+            for _ in weights:  # after an error too: the other ranks gather the rest with this one
                 pass
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not empty its prefix cache: are there requests in flight?")
+            raise RuntimeError("vLLM did not empty its prefix cache: are requests in flight?")
 
     def release(self) -> None:
-        """Frees weights and KV cache until the next handover; on a CPU nothing happens."""
+        """Free weights and KV cache until the next handover. Does nothing on a CPU."""
         if self._on_gpu and not self._asleep:
-            self.llm.sleep(level=SLEEP)
+            self.llm.sleep(level=SLEEP_LEVEL)
             self._asleep = True
 
 
 def sampling_options(sampling: Sampling) -> dict[str, Any]:
-    """The keywords of `vllm.SamplingParams`, all but the seed."""
+    """Return the keywords of `vllm.SamplingParams`, without the seed."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_k": 0 if sampling.greedy else sampling.top_k,
         "top_p": 1.0 if sampling.greedy else sampling.top_p,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # stop tokens are those above, no more
+        "ignore_eos": True,  # the model's own EOS is in `stop_token_ids` if it is to stop
         "stop": list(sampling.stop_strings),
         "detokenize": bool(sampling.stop_strings),
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # only of the sampled token
     }
 
 
@@ -211,15 +209,15 @@ def as_rollout(
     sampler_logprobs: list[Tensor],
     sampling: Sampling,
 ) -> Rollout:
-    """What vLLM drew as `sampling` says. `logprobs` are None where sampling is restricted.
+    """Build a rollout from vLLM's outputs. `logprobs` are None if sampling is restricted.
 
     Raises:
-        RolloutError: a response ended for another reason than stop or length.
+        RolloutError: a finish reason is neither stop nor length.
     """
     for reason in finish_reasons:
         if reason not in (FINISHED, TRUNCATED):
             raise RolloutError(f"vLLM ended a response with {reason!r}; expected stop or length")
-    # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
+    # vLLM's logprobs are under softmax(z/T) unless sampling changed the distribution.
     is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
     return Rollout(
         tokens=tokens,
@@ -230,13 +228,13 @@ def as_rollout(
 
 
 def _logprobs(response: Any) -> Tensor:
-    """[length] fp32, nats, of the drawn tokens."""
+    """[length] fp32, nats."""
     steps = zip(response.token_ids, response.logprobs, strict=True)
     return torch.tensor([step[token].logprob for token, step in steps], dtype=torch.float32)
 
 
 def _weights(policy: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights under the names that its files would have, whole, one after another."""
+    """Yield the full weights under the names of a checkpoint of transformers."""
     model = policy.causal_lm
     state = full_state(model) if policy.peft is None else merged_state(model)
     for name, value in revert_weight_conversion(model, state).items():
@@ -252,8 +250,7 @@ def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path
 
 @contextmanager
 def _process_state_restored(device: torch.device) -> Iterator[None]:
-    """vLLM seeds every generator of the process; on a CPU it also takes `torch.set_num_threads`
-    away from the learner."""
+    """Undo vLLM's seeding of all generators and, on a CPU, its patch of `torch.set_num_threads`."""
     set_num_threads = torch.set_num_threads
     threads = torch.get_num_threads()
     python_state = random.getstate()

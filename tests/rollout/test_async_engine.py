@@ -1,4 +1,4 @@
-"""The next batch, drawn while this one is learned from: by which weights, and to which bits."""
+"""The asynchronous engine: which weights generate a batch, and reproducible results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Seen(NamedTuple):
-    """What an iteration learned from, and the policy before its update."""
+    """An iteration's batch, and the policy before its update."""
 
     prompt_ids: list[list[int]]
     rollout: Rollout
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
 
 
 def _seen(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
-    """What the iterations of a run learn from, once it is run."""
+    """Record the iterations of a run."""
     seen: list[Seen] = []
     make_experience = trainer.make_experience
 
@@ -69,7 +69,7 @@ def _slowed(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("old_logprobs", ["auto", "sampler"])
-def test_a_batch_is_of_the_weights_before_the_last_update_and_so_are_its_ratios(
+def test_a_batch_and_its_ratios_use_the_weights_before_the_last_update(
     old_logprobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, old_logprobs=old_logprobs)
@@ -92,7 +92,7 @@ def test_a_batch_is_of_the_weights_before_the_last_update_and_so_are_its_ratios(
     assert (_logprobs(last.policy, last) - _logprobs(seen[-2].policy, last)).abs().max() > 0.01
 
 
-def test_the_prompts_are_those_of_a_run_without_it(
+def test_the_prompts_are_those_of_a_synchronous_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -104,14 +104,12 @@ def test_the_prompts_are_those_of_a_run_without_it(
     assert asked[0] == asked[1]
 
 
-def test_nothing_depends_on_whether_drawing_or_learning_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_do_not_depend_on_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
-    for slow in ("nothing", "drawing"):
+    for slow in ("nothing", "generation"):
         trainer = make_trainer(tmp_path / slow, **OPTIONS)
         assert isinstance(trainer.engine, AsyncEngine)
-        if slow == "drawing":
+        if slow == "generation":
             _slowed(trainer.engine.engine, monkeypatch)
         trainer.train()
         weights.append(weights_of(trainer))
@@ -127,7 +125,7 @@ def _stop() -> None:
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_generated_batch(lora_rank: int, tmp_path: Path) -> None:
     options = {**OPTIONS, "lora_rank": lora_rank}
     uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[counting()])
     uninterrupted.train()
@@ -143,7 +141,7 @@ def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: P
     assert rewards[0] == rewards[1]
 
 
-def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
+def test_a_run_stopped_in_its_first_iteration_resumes_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
     uninterrupted = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[counting()])
@@ -156,13 +154,13 @@ def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
     assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
 
 
-def test_a_run_that_fails_ends_what_is_drawn_ahead(
+def test_a_failing_run_ends_the_generation_of_the_next_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rewards=[counting(1, _fail)])
     assert isinstance(trainer.engine, AsyncEngine)
-    drawing = trainer.engine.engine
-    generate = drawing.generate
+    inner = trainer.engine.engine
+    generate = inner.generate
     closed = threading.Event()
 
     def wait(prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -171,8 +169,8 @@ def test_a_run_that_fails_ends_what_is_drawn_ahead(
         closed.wait()
         raise RolloutError("closed")
 
-    monkeypatch.setattr(drawing, "generate", wait)
-    monkeypatch.setattr(drawing, "close", closed.set)
+    monkeypatch.setattr(inner, "generate", wait)
+    monkeypatch.setattr(inner, "close", closed.set)
     try:
         with pytest.raises(RewardError, match="enough"):
             trainer.train()
@@ -181,9 +179,9 @@ def test_a_run_that_fails_ends_what_is_drawn_ahead(
         closed.set()
 
 
-def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> None:
-    """And after its update that of the next."""
-    engine = AsyncEngine(Scripted([[7, 1], [8, 1], [9, 1]]), vocabulary=10, longest=4)
+def test_a_checkpoint_within_an_iteration_has_its_batch() -> None:
+    """After the update it has the next one."""
+    engine = AsyncEngine(Scripted([[7, 1], [8, 1], [9, 1]]))
     sampling = Sampling(max_new_tokens=4)
     for prompt in (3, 4):
         engine.prepare([[prompt + 1]])
@@ -192,14 +190,14 @@ def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> N
     engine.weights_changed(None)
     state = engine.state_dict()
     assert (state["prompt_ids"], state["tokens"]) == ([[5]], [[9, 1]])
-    resumed = AsyncEngine(Scripted([]), vocabulary=10, longest=4)
+    resumed = AsyncEngine(Scripted([]))
     resumed.load_state_dict(state)
     resumed.prepare([])
     assert resumed.generate([[5]], sampling).tokens == [[9, 1]]
 
 
-def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
-    """And leaves what was drawn ahead alone, though it asks the same prompts."""
+def test_an_evaluation_uses_the_current_policy(tmp_path: Path) -> None:
+    """It does not use up the batch generated ahead, even for the same prompts."""
     one_prompt = [{"prompt": "w1 w2"}]
     options = {**OPTIONS, "prompts": one_prompt}
     plain = make_trainer(tmp_path / "plain", **options)
@@ -222,6 +220,6 @@ def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(last.sampler_logprobs), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_environment_that_is_passed_in_does_not_go_with_it(tmp_path: Path) -> None:
+def test_an_environment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="environment must be none"):
         make_trainer(tmp_path, async_steps=1, environment=Calculator)

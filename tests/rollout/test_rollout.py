@@ -1,4 +1,4 @@
-"""What every rollout engine is asked for and gives."""
+"""The records of a rollout, and engines without the base class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, as_engine
 
 
-def test_a_rollout_is_extended_in_the_prompts_order() -> None:
+def test_joined_concatenates_rollouts() -> None:
     ones = [torch.ones(1), torch.ones(1)]
     first = Rollout([[4, 1]], [FINISHED], [torch.zeros(2)], final_values=torch.zeros(1))
     other = Rollout([[5], [6]], [TRUNCATED, FINISHED], ones, ones, final_values=torch.ones(2))
@@ -17,12 +17,12 @@ def test_a_rollout_is_extended_in_the_prompts_order() -> None:
     assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
     assert torch.cat(rollout.sampler_logprobs).tolist() == [0, 0, 1, 1]
     assert rollout.final_values.tolist() == [0, 1, 1]
-    assert rollout.logprobs is None, "one of them could not tell"
+    assert rollout.logprobs is None, "the first has none"
     assert rollout.values is None
     assert Rollout.joined([other, other]).logprobs == ones + ones
 
 
-def test_an_object_with_generate_alone_is_an_engine_of_other_weights() -> None:
+def test_an_object_with_only_generate_becomes_an_engine() -> None:
     rollout = Rollout([[4]], [FINISHED], [torch.zeros(1)])
 
     class Own:
@@ -37,6 +37,6 @@ def test_an_object_with_generate_alone_is_an_engine_of_other_weights() -> None:
     assert as_engine(engine) is engine
 
 
-def test_an_object_without_generate_is_no_engine() -> None:
+def test_an_object_without_generate_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must have generate\(prompt_ids, sampling\)"):
         as_engine(object())

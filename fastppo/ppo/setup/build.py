@@ -35,7 +35,7 @@ from fastppo.models.pretrained import (
     pad_token_id,
     stop_token_ids,
 )
-from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
 from fastppo.models.sharding import shard
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
@@ -57,7 +57,7 @@ from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
-from fastppo.rollout.async_engine import AsyncEngine, CopyEngine, copy_of
+from fastppo.rollout.async_engine import AsyncEngine, CopyEngine
 from fastppo.rollout.engines import make_engine
 from fastppo.rollout.server import ServerEngine
 from fastppo.rollout.sharing import SharedEngine
@@ -391,7 +391,7 @@ def choose_engine(
             say=say,
         )
     else:
-        decoded = copy_of(policy) if config.async_steps else policy
+        decoded = frozen_copy(policy) if config.async_steps else policy
         chosen, note = make_engine(
             config.rollout,
             decoded,
@@ -410,7 +410,7 @@ def choose_engine(
                 "async_steps=1 needs an engine with weights of its own that draws by row: "
                 f"{note or type(chosen).__name__}"
             )
-        return AsyncEngine(chosen, policy.head.vocabulary, config.max_new_tokens), note
+        return AsyncEngine(chosen), note
     return chosen, note
 
 
