@@ -84,8 +84,6 @@ class Command:
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Its flags that are in no config file, with argparse's keywords."""
     usage: str | None = None
-    trains: bool = False
-    """Whether its results are files: it goes on without a console that cannot be written to."""
     takes_more: bool = False
     """Whether it takes arguments that are neither options nor flags."""
     run: Callable[..., int | None] = field(init=False)
@@ -148,7 +146,6 @@ def _count(text: str) -> int:
 
 
 @Command(
-    trains=True,
     help="The whole pipeline on a built-in task: SFT, reward model, PPO",
     description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
     "About two minutes on two CPU cores; nothing is downloaded.",
@@ -167,7 +164,6 @@ def demo(**flags: Any) -> None:
 
 
 @Command(
-    trains=True,
     help="Run a complete example, or list them",
     description="Without a name, the list. With one, lays config, reward and data out in a folder, "
     "trains, and writes the report. Options are those of `fastppo train`; they win over the "
@@ -228,7 +224,6 @@ def init(out: str = ".", model: str = "my-sft-model", prompts: str = "prompts.js
 
 
 @Command(
-    trains=True,
     help="Stage 1: supervised fine-tuning on prompts and completions, chats or plain text",
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
     options="fastppo.stages.options:SFTConfig",
@@ -250,7 +245,6 @@ def sft(config: Any) -> None:
 
 
 @Command(
-    trains=True,
     help="Stage 2: a reward model from preference pairs or ranked lists",
     description="fastppo reward --model runs/sft --data preferences.jsonl",
     options="fastppo.stages.options:RewardModelConfig",
@@ -280,7 +274,6 @@ def reward(config: Any) -> None:
 
 
 @Command(
-    trains=True,
     help="Stage 3: PPO on your model, prompts and rewards",
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.options.config:PPOConfig",
@@ -290,7 +283,7 @@ def reward(config: Any) -> None:
 def train(config: Any) -> None:
     from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
-    from fastppo.run.lock import run_lock
+    from fastppo.run.directory import run_lock
 
     _quiet_libraries()
     world = world_of(config)
@@ -664,18 +657,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] in ("-h", "--help", "--version"):  # need no signals
             build_parser()[0].parse_args(arguments)
-        from fastppo.run.console import LastingStream, NamedStream, lasting_console
+        from fastppo.run.console import lasting_console
         from fastppo.run.signals import stopping_at_once
 
         with stopping_at_once():
             parsed = _parse(arguments)
             if parsed.command.inputs:
                 _check_inputs(parsed)
-            trains = parsed.command.trains
-            if parsed.command is COMMANDS["recipe"]:
-                # The result of the list, and of --show, is what is printed.
-                trains = bool(parsed.options) and "show" not in parsed.flags
-            with lasting_console(LastingStream if trains else NamedStream):
+            with lasting_console():
                 return _run(parsed)
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.

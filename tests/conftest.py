@@ -60,9 +60,12 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture
-def signals_are_heard() -> Iterator[None]:
-    """A shell's background job ignores SIGINT, `nohup` SIGHUP, and a run that is told to ignore a
-    signal does."""
+def default_signals() -> Iterator[None]:
+    """The default handlers of SIGINT and SIGHUP.
+
+    A background job of a shell inherits an ignored SIGINT, and `nohup` an ignored SIGHUP. A run
+    keeps ignoring them.
+    """
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

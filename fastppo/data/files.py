@@ -1,9 +1,7 @@
-"""The files that a command leaves. A file is written completely or not at all, even if the process
-is killed; records are appended line by line as a run goes on.
+"""Writing files: completely or not at all, even if the process is killed; and records line by line.
 
-Libraries write their own files in a directory of `written_whole`, and in a checkpoint's directory
-before it gets its name. The lock is not written here, for it is no result: it is one place in the
-file system that processes meet at.
+Libraries write their own files into the directory of `written_whole`, or into that of an unfinished
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 UNFINISHED = ".unfinished"
-"""A directory that is being written: nothing in it counts."""
+"""A directory whose files are still being written."""
 
 
 class MissingPathError(ValueError):
-    """An option names a path at which there is nothing."""
+    """An option names a path that does not exist."""
 
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)
@@ -29,21 +27,21 @@ class MissingPathError(ValueError):
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes a file beside its place, and gives it its name once it is on the disk.
+    """Write a file under a temporary name, and rename it once it is on the disk.
 
     Args:
-        content: bytes, or a text, written as UTF-8; half of a surrogate pair is escaped.
+        content: text is encoded as UTF-8.
 
     Raises:
-        OSError: it could not be written; what was there before stays.
+        OSError: the file could not be written; an older file remains.
     """
     path = Path(path)
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
-    if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout
+    if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_bytes(content)
         return
-    path = path.resolve()  # a link stays one
+    path = path.resolve()  # keeps a symlink
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
@@ -58,11 +56,12 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
-    """A directory to save a model to: what is there in the end is moved to `directory`, its
-    config.json last. A kill or a full disk leaves no model there that is half of one.
+    """Yield a directory to save a model to, and move its files to `directory` at the end.
+
+    config.json is moved last, so a kill or a full disk never leaves half a model.
 
     Raises:
-        RuntimeError: it could not be written.
+        RuntimeError: the files could not be written.
     """
     unfinished = directory / UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -73,7 +72,7 @@ def written_whole(directory: Path) -> Iterator[Path]:
         for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(directory / path.name)
     except Exception as error:
-        from safetensors import SafetensorError  # of a write, which names no file
+        from safetensors import SafetensorError  # slow to import
 
         if isinstance(error, (OSError, SafetensorError)):
             raise RuntimeError(f"{directory} could not be written: {error}") from error
@@ -83,30 +82,14 @@ def written_whole(directory: Path) -> Iterator[Path]:
 
 
 def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """Appends records as lines of JSON.
+    """Append records to a file as lines of JSON.
 
     Raises:
-        RuntimeError: as from `append`.
+        RuntimeError: the file could not be written.
     """
     lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
-    # Half of a surrogate pair, which a tokenizer may write, is no UTF-8.
-    append(path, "".join(lines).encode("utf-8", "backslashreplace"))
-
-
-def append(path: Path, data: bytes, *, make_directory: bool = False) -> None:
-    """Appends to a file, which is made where it is not there.
-
-    Args:
-        make_directory: makes its directory too, but nothing above it: a run's directory that was
-            removed while the run was at work stays removed.
-
-    Raises:
-        RuntimeError: it could not be written; the run has begun, so this is no wrong value.
-    """
     try:
-        if make_directory:
-            path.parent.mkdir(exist_ok=True)
         with path.open("ab") as file:
-            file.write(data)
+            file.write("".join(lines).encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise RuntimeError(f"{path} could not be written: {error}") from error

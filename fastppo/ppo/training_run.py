@@ -27,8 +27,7 @@ from fastppo.ppo.setup.checks import self_check
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console
-from fastppo.run.directory import check_no_run
-from fastppo.run.lock import run_lock
+from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.progress import progress
 from fastppo.run.report.report import write_report
@@ -135,7 +134,7 @@ class TrainingRun:
 
     @contextmanager
     def _why_failed(self, log: SharedLog) -> Iterator[None]:
-        """An error in the block is written to the records and the report."""
+        """Write an error in the block to the records and the report, and close the records."""
         try:
             yield
         except Exception as error:
@@ -147,6 +146,8 @@ class TrainingRun:
                 how_far = f"stopped{self.checkpoints.how_far()}"
                 raise RolloutError(f"{error}; {how_far}") from error
             raise
+        finally:
+            log.close()
 
     def _iterations(self, log: SharedLog) -> dict[str, float]:
         """Iterates to the end, or until the watch, a callback or a signal stops it, and writes the

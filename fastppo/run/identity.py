@@ -1,8 +1,8 @@
-"""The identity of a run: its options, the fingerprints of what it reads, the versions it runs on.
+"""The identity of a run: its options, the fingerprints of its inputs, and package versions.
 
-A checkpoint's manifest holds it, and a resumed run is compared with it. A difference is shown; one
-that makes it another run (other data, another objective) is refused unless `allow_config_change`
-is on.
+A checkpoint's manifest holds it, and a resumed run is compared with it. Differences are printed.
+Those that make it another run (other data, another objective) are refused unless
+`allow_config_change` is on.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from fastppo.functional.scalars import describe
 from fastppo.run.options import Options
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
-"""Packages whose versions a checkpoint holds: the numbers of a run come from them."""
+"""Packages that compute the numbers of a run."""
 
 NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
-"""Options that say how a run was started, not what it does."""
+"""Options of how a run is started."""
 
 
 class Difference(NamedTuple):
-    """An option, a content or a version that is not what it was at the checkpoint."""
+    """An option, a fingerprint or a version that has changed since the checkpoint."""
 
     name: str
     before: Any
     now: Any
     is_other_run: bool
-    """Whether it makes the run another one, which may not go on from there."""
+    """Whether the run may not resume from the checkpoint."""
 
     def __str__(self) -> str:
         return f"{self.name} was {describe(self.before)} and is {describe(self.now)}"
 
 
 def of_run(config: Options, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """The identity of a run, as JSON has it.
+    """Return the identity of a run, serializable as JSON.
 
     Args:
-        fingerprints: of the model, the data, the rewards, by name.
+        fingerprints: of the model, the data and the rewards, by name.
     """
     return {
         "options": config.to_dict(),
@@ -50,7 +50,7 @@ def of_run(config: Options, fingerprints: Mapping[str, str]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python's, and those of the packages that are installed."""
+    """Return the versions of Python and of the installed `PACKAGES`."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -63,18 +63,18 @@ def versions() -> dict[str, str]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], essential: Iterable[str]
 ) -> list[Difference]:
-    """What differs between two identities; what makes it another run comes first.
+    """Return the differences of two identities, those that make it another run first.
+
+    Every changed fingerprint makes it another run. An option that only one of the runs has, as
+    after an upgrade, is not a difference.
 
     Args:
-        essential: the options whose difference makes it another run, as every fingerprint's does.
+        essential: options that make it another run if they change.
     """
     essential = set(essential)
     differing = []
     for part in ("options", "fingerprints", "versions"):
-        old = _part(before, part)
-        new = now[part]
-        # Files that only one of the runs reads are a difference; an option of a newer version is
-        # none.
+        old, new = before[part], now[part]
         names = [name for name in new if name in old]
         if part == "fingerprints":
             names = list({**old, **new})
@@ -87,12 +87,6 @@ def differences(
     return sorted(differing, key=lambda difference: not difference.is_other_run)
 
 
-def _part(identity: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of an identity; nothing where a manifest has something else in its place."""
-    part = identity.get(name)
-    return part if isinstance(part, dict) else {}
-
-
 def check_same_run(
     path: Path,
     before: Mapping[str, Any],
@@ -101,10 +95,10 @@ def check_same_run(
     essential: Iterable[str],
     allowed: bool,
 ) -> list[str]:
-    """Sentences on what differs from the run that wrote the checkpoint `path`.
+    """Return one sentence per difference from the run that wrote the checkpoint `path`.
 
     Raises:
-        ValueError: a difference makes it another run, and none is allowed.
+        ValueError: a difference makes it another run, and `allowed` is false.
     """
     differing = differences(before, now, essential)
     reasons = [str(difference) for difference in differing if difference.is_other_run]
@@ -113,4 +107,4 @@ def check_same_run(
             f"{path} belongs to another run: {'; '.join(reasons)}. "
             "`--allow_config_change true` resumes it anyway"
         )
-    return [f"since {path.name}: {change}" for change in differing]
+    return [f"since {path.name}: {difference}" for difference in differing]

@@ -1,10 +1,9 @@
-"""Signals: what a run does when it is asked to stop, or to write a checkpoint.
+"""Signals: stop a run with a checkpoint, or write a checkpoint.
 
-SIGTERM, SIGINT and SIGHUP ask a run to stop. While it trains, the first of them lets it finish the
-phase at hand and write a checkpoint; a SIGTERM or SIGINT after it ends the process at once, as if
-nobody had listened. At any other time there is nothing to save, and the first one stops it. SIGUSR1
-asks for a checkpoint and stops nothing. A signal that the process was started to ignore (`nohup`)
-stays ignored.
+While a run trains, the first SIGTERM, SIGINT or SIGHUP ends it after the current phase, with a
+checkpoint. A second SIGTERM or SIGINT ends the process at once. Before the training starts there is
+nothing to save, so the first signal ends the process. SIGUSR1 asks for a checkpoint. A signal that
+the process was started to ignore, as under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -23,60 +22,41 @@ if TYPE_CHECKING:
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-AT_A_SECOND_SIGNAL = {
-    signal.SIGINT: signal.SIG_DFL,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_IGN,  # a terminal that closes sends it twice: shell, then kernel
-}
-"""What becomes of a signal while a run is about to stop."""
-
 Handler = Callable[[int, Any], None]
-
-_REPLACED: dict[signal.Signals, Any] = {}
-"""The handlers in whose place this module's are, of the process as it was before."""
 
 
 class PhaseEndedError(Exception):
-    """An iteration ends before its update, because the run is to stop."""
+    """An iteration ends before its update, because the run stops."""
 
 
 class StopRequest:
-    """What signals have asked a run for since it began to listen: to stop, or for a checkpoint.
+    """The requests of signals: to stop, or to write a checkpoint.
 
     Args:
-        world: the ranks of the run. What one of them has heard, all know after `end_phase` and
-            `checkpoint_wanted`, and not before.
+        world: the ranks of the run. They agree on the requests in `end_phase` and
+            `checkpoint_wanted`, and only there.
     """
 
     def __init__(self, world: World | None = None) -> None:
         if world is None:
-            # It imports torch, and a command listens for signals before that.
+            # It imports torch, and commands handle signals before that.
             from fastppo.data.world import World
 
             world = World()
         self.world = world
         self.stop: int | None = None
-        """The signal that asked the run to stop; None if there was none."""
+        """The signal that stops the run, or None."""
         self._heard: int | None = None
         self._save = False
-        self.handlers: Mapping[signal.Signals, Handler] = {}
-        """By which it listens, until the first signal that asks it to stop."""
-
-    def listen(self) -> None:
-        """Installs its handlers where users' code has put others in their place."""
-        if self._heard is None:
-            for signum, handler in self.handlers.items():
-                if signal.getsignal(signum) is not handler:
-                    signal.signal(signum, handler)
 
     def hear(self, signum: int) -> None:
-        """A signal asks this process to stop."""
+        """Note that a signal asks this process to stop."""
         self._heard = signum
         if self.world.size == 1:
             self.stop = signum
 
     def hear_save(self) -> None:
-        """A signal asks this process for a checkpoint."""
+        """Note that a signal asks this process for a checkpoint."""
         self._save = True
 
     def _agree(self) -> None:
@@ -86,14 +66,13 @@ class StopRequest:
             self._save = any(save for _, save in heard)
 
     def end_phase(self) -> None:
-        """Raises `PhaseEndedError` if the run is to stop: nothing of this iteration is kept."""
-        self.listen()
+        """Raise `PhaseEndedError` if the run stops. The iteration is discarded."""
         self._agree()
         if self.stop is not None:
             raise PhaseEndedError
 
     def checkpoint_wanted(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was requested since the last call."""
         self._agree()
         wanted = self._save
         self._save = False
@@ -102,93 +81,57 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Raises `Stopped` at the first signal in the block: there is nothing to save yet."""
-    heard: list[int] = []
+    """Raise `Stopped` at the first signal in the block: there is nothing to save yet."""
 
     def stop(signum: int, frame: Any) -> None:
-        heard.append(signum)
         raise Stopped(signum)
 
     def nothing_to_save(signum: int, frame: Any) -> None:
         pass
 
     with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: nothing_to_save}):
-        try:
-            yield
-        except Exception as error:  # of a library that the signal has interrupted
-            if not heard:
-                raise
-            raise Stopped(heard[0]) from error
+        yield
 
 
 @contextmanager
 def listening(world: World | None = None) -> Iterator[StopRequest]:
-    """Collects the requests of signals while the block runs, which acts on them when it can."""
+    """Collect the requests of signals in the block, which acts on them when it can."""
     request = StopRequest(world)
+    process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:  # a process that a reward forked is no run
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
         request.hear(signum)
-        for stopping in STOPPING:  # by the kernel, which waits for no Python code
-            if signal.getsignal(stopping) is stop:
-                signal.signal(stopping, AT_A_SECOND_SIGNAL[stopping])
-        # Past Python's streams, which the handler may have interrupted in the middle of a line.
-        line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the phase at hand"
-        with suppress(OSError):  # of a terminal that is gone, often by the same signal
-            os.write(2, f"{line}; a second one ends the run at once\n".encode())
+        # A second one ends the process without waiting for Python code. SIGHUP comes twice from a
+        # terminal that closes: from the shell and from the kernel.
+        for again in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(again) is stop:
+                signal.signal(again, signal.SIG_DFL)
+        # Not by print: the handler may have interrupted it.
+        line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the current phase"
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{line}; a second signal ends the run at once\n".encode())
 
     def save(signum: int, frame: Any) -> None:
         request.hear_save()
 
-    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}) as request.handlers:
+    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
         yield request
 
 
 @contextmanager
-def _handled(
-    handlers: Mapping[signal.Signals, Handler],
-) -> Iterator[Mapping[signal.Signals, Handler]]:
-    """Installs the handlers for the block, then the former ones. Other threads can have none.
-
-    Returns:
-        Mapping: those that are installed.
-    """
+def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """Install handlers for the block. Only the main thread can have any."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for signum, handler in handlers.items():
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, handler)
-    outermost = before.keys() - _REPLACED.keys()
-    _REPLACED.update({signum: before[signum] for signum in outermost})
     try:
-        yield {signum: handlers[signum] for signum in before}
+        yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        for signum in outermost:
-            _REPLACED.pop(signum, None)
-
-
-# A process that a reward forks is no run: a pool ends its workers by SIGTERM, and would wait for
-# ever for one whose handler only notes it. Signals that come before its own handlers are back wait.
-
-
-def _block_replaced() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _REPLACED)
-
-
-def _unblock_replaced() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REPLACED)
-
-
-def _put_back_in_child() -> None:
-    for signum, handler in _REPLACED.items():
-        signal.signal(signum, handler)
-    _unblock_replaced()
-    _REPLACED.clear()
-
-
-os.register_at_fork(
-    before=_block_replaced,
-    after_in_parent=_unblock_replaced,
-    after_in_child=_put_back_in_child,
-)

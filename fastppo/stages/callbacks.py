@@ -57,6 +57,10 @@ class Records(TrainerCallback):
                 f"the loss is {numbers['loss']} at step {state.global_step}; lower learning_rate"
             )
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self._log is not None
+        self._log.close()
+
 
 class Interruptions(TrainerCallback):
     """Write a checkpoint, or stop after the current step, on request of a signal."""

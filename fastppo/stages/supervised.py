@@ -35,9 +35,8 @@ from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, resumable
 from fastppo.run.console import lasting_console
-from fastppo.run.directory import check_no_run
+from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.identity import of_run
-from fastppo.run.lock import run_lock
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records

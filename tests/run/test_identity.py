@@ -1,4 +1,4 @@
-"""Which run a run is: what is shown of a change, and what is refused."""
+"""Which differences make a resumed run another run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _identity(model: str = "m", **options) -> dict:
     return json.loads(json.dumps(run))
 
 
-def test_the_declared_options_exist() -> None:
+def test_the_essential_options_exist() -> None:
     assert {*IDENTITY} <= PPOConfig().to_dict().keys()
     assert {*STAGE_IDENTITY} <= SFTConfig().to_dict().keys() | RewardModelConfig().to_dict().keys()
     assert len({*IDENTITY}) == len(IDENTITY)
 
 
-def test_differences_are_told_apart() -> None:
+def test_fingerprints_and_essential_options_make_another_run() -> None:
     differences = identity.differences(_identity(), _identity("n", seed=1, rate=2), ["seed"])
     assert [(difference.name, difference.is_other_run) for difference in differences] == [
         ("seed", True),
@@ -43,7 +43,7 @@ def test_differences_are_told_apart() -> None:
     assert str(differences[0]) == "seed was 0 and is 1"
 
 
-def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
+def test_a_new_or_missing_fingerprint_makes_another_run() -> None:
     one, both = _identity(), _identity()
     both["fingerprints"]["rewards/brevity"] = "abc"
     for before, now, says in ((one, both, "was None and is 'abc'"), (both, one, "is None")):

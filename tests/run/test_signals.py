@@ -1,4 +1,4 @@
-"""What signals ask for, and when it is looked at."""
+"""Signals that stop a run or ask for a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from fastppo.run.signals import STOPPING, PhaseEndedError, listening, stopping_at_once
 from fastppo.stopped import Stopped
 
-pytestmark = pytest.mark.usefixtures("signals_are_heard")
+pytestmark = pytest.mark.usefixtures("default_signals")
 
 
 def _send(signum: signal.Signals) -> None:
@@ -25,25 +25,34 @@ def test_before_training_the_first_signal_stops(signum: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("signum", STOPPING)
-def test_while_training_the_first_is_remembered_and_the_second_is_the_kernels(
+def test_while_training_the_first_signal_is_noted_and_a_second_ends_the_process(
     signum: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {signum: signal.getsignal(signum) for signum in STOPPING}
     with listening() as request:
         request.end_phase()
         _send(signum)
-        assert request.stop == signum
+        _send(signal.SIGHUP)  # a closing terminal sends it twice
         for second in (signal.SIGINT, signal.SIGTERM):
             assert signal.getsignal(second) is signal.SIG_DFL
-        # A terminal that closes sends it twice, the shell and then the kernel.
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         with pytest.raises(PhaseEndedError):
             request.end_phase()
     assert {signum: signal.getsignal(signum) for signum in STOPPING} == before
     assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
 
 
-def test_a_checkpoint_is_asked_for_once() -> None:
+def test_a_forked_process_ends_at_the_first_signal() -> None:
+    """Pools end their workers by SIGTERM."""
+    with listening() as request:
+        child = os.fork()
+        if child == 0:
+            _send(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert request.stop is None
+
+
+def test_a_checkpoint_is_requested_once() -> None:
     with listening() as request:
         assert not request.checkpoint_wanted()
         _send(signal.SIGUSR1)
@@ -52,7 +61,8 @@ def test_a_checkpoint_is_asked_for_once() -> None:
         assert request.stop is None
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As under `nohup`, or of a shell's background job."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopping_at_once(), listening() as request:
