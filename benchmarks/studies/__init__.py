@@ -1,9 +1,9 @@
-"""What docs/studies.md and docs/ppo.md report, one file a study:
+"""The studies of docs/studies.md and the curves of docs/recipes.md, one file each.
 
     python -m benchmarks.studies.critic runs/critic
     python -m benchmarks.studies.race runs/race fastppo
+    python -m benchmarks.studies.recipe_curves runs
 
-Each trains on CPUs with several seeds, prints its table in Markdown and draws its picture into the
-directory. A run that ended there is not run again; `--quick` makes a version of minutes. The pages
-name the commit of studies that are in the history alone.
+Each study trains on CPUs, prints its table in Markdown, and draws its figure into the directory.
+Finished runs are kept and not repeated. `--quick` runs a version of minutes.
 """

@@ -1,4 +1,4 @@
-"""What the studies share: timed runs that are kept, cells of tables, figures."""
+"""Timed runs, cached results, tables and figures for the studies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Records = list[dict[str, Any]]
 
 
 def parser_of(study: str, **numbers: float) -> argparse.ArgumentParser:
-    """A study's command line: where its runs go, how many seeds, and its numbers."""
+    """Return a study's argument parser, with a flag for each of its numbers."""
     parser = argparse.ArgumentParser(description=study.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where the runs go")
     for name, default in numbers.items():
@@ -38,7 +38,7 @@ def parser_of(study: str, **numbers: float) -> argparse.ArgumentParser:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What the JSON file holds; made and written if it is not there."""
+    """Return the content of a JSON file; make and write it first if it does not exist."""
     if not path.exists():
         made = make()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,9 +47,12 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 
 
 def train(config: PPOConfig, *, seconds: float = math.inf, iterations: int = 0) -> Records:
-    """The metrics of every iteration with its `processor_seconds` since the start, for so many
-    seconds or so many iterations. Processor time of one thread is the wall clock of an idle core,
-    and does not depend on what else the machine does."""
+    """Train for a CPU time or a number of iterations.
+
+    Returns:
+        The metrics of each iteration with `processor_seconds`, the CPU time since the start. With
+        one thread this is the wall-clock time of an idle core.
+    """
     torch.set_num_threads(1)
     trainer = PPOTrainer(config, console=CONSOLE)
     records: Records = []
@@ -64,7 +67,7 @@ def train(config: PPOConfig, *, seconds: float = math.inf, iterations: int = 0) 
 
 
 def demo_stages(directory: Path, seed: int) -> Path:
-    """The folder of the demo's first two stages with this seed, trained if they are not there."""
+    """Return the folder of the demo's first two stages; train them if necessary."""
     stages = directory / f"seed-{seed}"
     if not (stages / "reward_model" / "config.json").exists():
         supervised_stages(stages, seed=seed, device="cpu", console=CONSOLE)
@@ -75,26 +78,25 @@ def demo_stages(directory: Path, seed: int) -> Path:
 
 
 def column(records: Records, name: str, smooth: int = 1) -> np.ndarray:
-    """A metric over the iterations, each value the mean of it and those before it; NaN where an
-    iteration has none."""
+    """Return the running mean of a metric over `smooth` iterations; missing values are NaN."""
     values = [record.get(name, math.nan) for record in records]
     return np.array([np.mean(values[max(0, i + 1 - smooth) : i + 1]) for i in range(len(values))])
 
 
 def at_seconds(records: Records, name: str, seconds: Any, smooth: int = 1) -> Any:
-    """The metric when so many seconds (a number, or several) of processor time were spent."""
+    """Interpolate a metric at one or more CPU times, in seconds."""
     return np.interp(seconds, column(records, "processor_seconds"), column(records, name, smooth))
 
 
 def cell(values: Iterable[float], digits: int = 3) -> str:
-    """Mean ± deviation of the runs that have a value, and how many they are where some have not."""
+    """Format mean ± standard deviation over the runs with a value, and their number."""
     every = np.array(list(values), dtype=float)
-    there = every[~np.isnan(every)]
-    if len(there) == 0:
+    present = every[~np.isnan(every)]
+    if len(present) == 0:
         return "not reached"
-    spread = f" ± {there.std(ddof=1):.{digits}f}" if len(there) > 1 else ""
-    count = "" if len(there) == len(every) else f" ({len(there)} of {len(every)})"
-    return f"{there.mean():.{digits}f}{spread}{count}"
+    spread = f" ± {present.std(ddof=1):.{digits}f}" if len(present) > 1 else ""
+    count = "" if len(present) == len(every) else f" ({len(present)} of {len(every)})"
+    return f"{present.mean():.{digits}f}{spread}{count}"
 
 
 def print_table(head: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
@@ -105,7 +107,7 @@ def print_table(head: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
 
 
 def figure_of(panels: Sequence[tuple[str, str, str]]) -> Any:
-    """A figure with a panel for each (title, x label, y label), three to a row."""
+    """Return a figure with a panel for each (title, x label, y label), three per row."""
     import matplotlib
 
     matplotlib.use("agg")

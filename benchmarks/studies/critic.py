@@ -1,18 +1,18 @@
-"""Does a critic pay? PPO beside REINFORCE, RLOO and GRPO, each for the same processor time.
+"""Is a critic worth its cost? PPO against REINFORCE, RLOO and GRPO at equal CPU time.
 
     python -m benchmarks.studies.critic runs/critic
     python -m benchmarks.studies.critic runs/key-and-door --task key-and-door
     python -m benchmarks.studies.critic runs/sentiment --task smollm2-sentiment
 
-`demo` is the PPO stage of the demo, and has a head that AdamW trains beside the one in closed form;
-what is compared is the gold reward, which nobody trains on, and a seed is lost where the policy
-ended in the reward model's hole, far from the base. `key-and-door` pays once, after eight turns.
-`smollm2-sentiment` is the recipe, in bf16.
+`demo` is the PPO stage of the demo, with a second head trained by AdamW. It compares the gold
+reward, which is never trained on. A seed counts as lost if the policy exploits the reward model,
+far from the base. `key-and-door` has one reward, after eight turns. `smollm2-sentiment` is the
+recipe in bf16.
 
-All settings of a seed start from the same weights, with the same constant rate, batch and epochs,
-and train one after another on one thread. Printed are what each has after equal compute and after
-equal iterations, which do not depend on what else the machine does; what the critic is ahead by,
-paired by seed; and what it does. A run that ended is not run again.
+All settings of a seed start from the same weights, with the same constant learning rate, batch size
+and epochs, and train one after another on one thread. The study prints the metrics at equal compute
+and at equal iterations, the critic's lead paired by seed, and the critic's own metrics. Finished
+runs are not repeated.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from fastppo.recipes.run import lay_out, prepare
 from fastppo.run.options import read_yaml
 
 HOLE = 10.0
-"""Nats per response: no policy that earns gold is this far from the base."""
+"""Nats per response. Policies with a good gold reward stay closer to the base."""
 
-OF_THE_CRITIC = {
-    "explained_variance": "share of the returns' variance that it explains",
-    "advantage_correlation": "correlation of the advantages with those without it",
+CRITIC_METRICS = {
+    "explained_variance": "explained share of the returns' variance",
+    "advantage_correlation": "correlation of the advantages with and without it",
 }
-KEPT = ("processor_seconds", "reward", "monitor/gold_reward", "kl", *OF_THE_CRITIC)
-"""What is kept of an iteration, where there is one."""
+KEPT = ("processor_seconds", "reward", "monitor/gold_reward", "kl", *CRITIC_METRICS)
+"""Metrics of an iteration that are saved."""
 
 CLOSED_FORM = {"value_model": "shared", "value_head": "auto", "value_learning_rate": None}
 BY_ADAMW = {"value_model": "shared", "value_head": "gradient", "value_learning_rate": 1e-3}
@@ -67,11 +67,11 @@ NO_CRITIC = {
     "vf_coef": 0.0,
     "lam": 0.95,
 }
-"""As by default: without a value function they have no effect and may not be given."""
+"""The value function's options at their defaults, since they have no effect here."""
 
 
 def without_critic(samples_per_prompt: int) -> dict[str, dict[str, Any]]:
-    """The settings without a critic; two of them compare samples of one prompt."""
+    """Return the settings without a critic. RLOO and GRPO compare samples of one prompt."""
     grouped = NO_CRITIC | {"samples_per_prompt": samples_per_prompt}
     return {
         "REINFORCE": NO_CRITIC | {"advantage": "reinforce"},
@@ -89,11 +89,13 @@ def demo(directory: Path, seed: int, output_dir: Path, **options: Any) -> PPOCon
 
 
 def sentiment(directory: Path, seed: int, output_dir: Path, **options: Any) -> PPOConfig:
-    """The recipe's, whose model is the same for all seeds. A run.yaml that is there already is the
-    one that counts."""
+    """Return the recipe's config, from an existing run.yaml if there is one.
+
+    All seeds share the model.
+    """
     recipe = find("smollm2-sentiment")
     folder = directory / "recipe"
-    of_the_study: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "precision": "bf16",
         "param_dtype": "bfloat16",
         "eval_interval": 100_000,
@@ -101,8 +103,8 @@ def sentiment(directory: Path, seed: int, output_dir: Path, **options: Any) -> P
         "device": "cpu",
         "output_dir": str(output_dir),
     }
-    config = read_yaml(lay_out(recipe, folder), PPOConfig) | of_the_study | options
-    PPOConfig(**config)  # refused before anything is made
+    config = read_yaml(lay_out(recipe, folder), PPOConfig) | changes | options
+    PPOConfig(**config)  # fails before the preparation
     prepare(recipe, folder, 0, CONSOLE)
     return PPOConfig(**config)
 
@@ -112,17 +114,17 @@ class Task:
     """A task of the study."""
 
     config: Callable[..., PPOConfig]
-    """By directory, seed, the run's own directory, and options."""
+    """Called with the study's directory, the seed, the run's directory, and options."""
     critics: dict[str, dict[str, Any]]
-    """Settings with a critic. The first is compared with all others."""
+    """Settings with a critic. The others are compared with the first."""
     samples_per_prompt: int
-    """Of RLOO and GRPO."""
+    """For RLOO and GRPO."""
     metrics: dict[str, int]
-    """What is printed, and its digits. By the first the settings are compared."""
+    """Printed metrics and their digits. The first is compared."""
     seconds: float
     seeds: range
     smooth: int = 5
-    """Iterations of which a point is the mean."""
+    """Iterations in a running mean."""
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -136,7 +138,7 @@ TASKS = {
         samples_per_prompt=8,
         metrics={"monitor/gold_reward": 3, "reward": 2, "kl": 1},
         seconds=30,
-        # Above those that the method was made on.
+        # Not used to develop the method.
         seeds=range(301, 311),
         smooth=3,
     ),
@@ -151,7 +153,7 @@ TASKS = {
     "smollm2-sentiment": Task(
         config=sentiment,
         critics={"PPO": CLOSED_FORM},
-        # Of 32 responses to an iteration; eight would leave four prompts.
+        # An iteration has 32 responses; eight per prompt would leave four prompts.
         samples_per_prompt=4,
         metrics={"reward": 3, "kl": 2},
         seconds=120,
@@ -164,8 +166,10 @@ TASKS = {
 
 
 def config_of(directory: Path, task: Task, label: str, seed: int) -> PPOConfig:
-    """Of one setting and seed. The rate does not depend on the number of iterations, which differs
-    by setting."""
+    """Return the config of a setting and seed.
+
+    The learning rate is constant, since the number of iterations differs by setting.
+    """
     return task.config(
         directory,
         seed,
@@ -177,8 +181,8 @@ def config_of(directory: Path, task: Task, label: str, seed: int) -> PPOConfig:
 
 
 def trained(config: PPOConfig, seconds: float) -> Records:
-    """What is kept of a run, to five digits."""
-    train(config, iterations=1)  # loops are compiled before the clock starts
+    """Train and return the saved metrics to five digits."""
+    train(config, iterations=1)  # compiles the kernels before the clock starts
     return [
         {name: float(f"{record[name]:.5g}") for name in KEPT if name in record}
         for record in train(config, seconds=seconds)
@@ -186,13 +190,13 @@ def trained(config: PPOConfig, seconds: float) -> Records:
 
 
 def run(directory: Path, task: Task, label: str, seed: int, seconds: float) -> Records:
-    """The records of one setting and seed."""
+    """Return the records of a setting and seed."""
     config = config_of(directory, task, label, seed)
     return kept(Path(config.output_dir) / "records.json", partial(trained, config, seconds))
 
 
 def paired(differences: Iterable[float]) -> str:
-    """Mean ± standard error of what is paired by seed."""
+    """Format mean ± standard error of differences paired by seed."""
     values = np.array(list(differences))
     if len(values) == 1:
         return f"{values[0]:+.3f}"
@@ -200,8 +204,10 @@ def paired(differences: Iterable[float]) -> str:
 
 
 def median(records: Sequence[dict[str, Any]], name: str) -> float:
-    """Of a metric where it is defined; NaN where it never is. A batch whose returns are all the
-    same makes nonsense of a mean."""
+    """Return the median of a metric's finite values, or NaN.
+
+    A batch with equal returns would distort a mean.
+    """
     values = [record[name] for record in records if math.isfinite(record.get(name, math.nan))]
     return statistics.median(values) if values else math.nan
 
@@ -250,7 +256,7 @@ def print_tables(task: Task, runs: dict[str, list[Records]], seconds: float) -> 
     print()
     rows = {}
     for label in task.critics:
-        for name, title in OF_THE_CRITIC.items():
+        for name, title in CRITIC_METRICS.items():
             rows[f"{label}: {title}"] = [
                 cell((median([records[i] for i in part], name) for records in runs[label]), 2)
                 for part in thirds
@@ -260,10 +266,10 @@ def print_tables(task: Task, runs: dict[str, list[Records]], seconds: float) -> 
 
 
 def draw(task: Task, runs: dict[str, list[Records]], seconds: float, path: Path) -> None:
-    """Mean and standard error of the seeds: what is printed, and what the critics explain."""
+    """Draw mean and standard error over seeds: the printed metrics and explained variance."""
     explained = "explained_variance"
     panels = [(name, "seconds, one thread", name) for name in task.metrics]
-    figure = figure_of([*panels, ("what the critic explains", "iteration", explained)])
+    figure = figure_of([*panels, ("explained variance", "iteration", explained)])
     for axis, name in zip(figure.axes, [*task.metrics, explained], strict=True):
         for label in task.critics if name == explained else runs:
             records = runs[label]

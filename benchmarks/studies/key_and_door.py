@@ -1,9 +1,8 @@
-"""The task `key-and-door` of `benchmarks.studies.critic`: which move decides is told at the end.
+"""The task `key-and-door` of `benchmarks.studies.critic`: delayed reward over eight turns.
 
-An environment of eight turns that pays once. On a grid of three by three cells the policy makes one
-move a turn and reads where it is and whether it has the key; it has to fetch the key and then to
-reach the door. Which of the moves were in vain nobody tells it. A small model from scratch is shown
-walks at random, of which one in ten succeeds, and trains from there.
+On a 3 × 3 grid the policy makes one move per turn and reads its position and whether it has the
+key. It must fetch the key and then reach the door. The only reward comes at the end. A small model
+learns random walks first, one in ten of which succeeds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastppo.stages.sft import SFTConfig, train_sft
 SIDE = 3
 CELLS = range(SIDE * SIDE)
 TURNS = 8
-"""The longest way, from corner to corner and back, takes as many."""
+"""The longest path: from corner to corner and back."""
 
 MOVES = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 
@@ -37,25 +36,27 @@ WORDS = [
     *MOVES,
     *(f"{letter}{place}" for letter in "cab" for place in CELLS),
 ]
-"""c4 is a cell; a4 says that the policy is there, b4 that it is there and has the key."""
+"""c4 is a cell, a4 the policy in this cell, b4 the policy in this cell with the key."""
 
 WALKS = 6
-"""At random from each prompt, which are the demonstrations."""
+"""Random walks per prompt, the demonstrations."""
 
 
 class KeyAndDoor:
-    """Pays 1 where the policy enters the door's cell with the key; then the episode is over."""
+    """Rewards 1 when the policy enters the door's cell with the key, and ends the episode."""
 
     def reset(self, prompt: str, start: int, key: int, door: int) -> None:
-        """The prompt is read as it is."""
+        """Start an episode; the prompt stays unchanged."""
         self.cell = start
         self.key = key
         self.door = door
         self.has_key = False
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """(where the policy is now, 1 at the door, whether the episode is over); a word that is no
-        move, and a move against a wall, change nothing."""
+        """Return the position, the reward, and whether the episode is over.
+
+        Words other than a move, and moves against a wall, change nothing.
+        """
         right, down = MOVES.get(text.strip(), (0, 0))
         x = min(max(self.cell % SIDE + right, 0), SIDE - 1)
         y = min(max(self.cell // SIDE + down, 0), SIDE - 1)
@@ -66,7 +67,7 @@ class KeyAndDoor:
 
 
 def rooms() -> list[dict[str, Any]]:
-    """Every room: three different cells."""
+    """Return every room: three different cells."""
     return [
         {"prompt": f"key c{key} door c{door} a{start}", "start": start, "key": key, "door": door}
         for start, key, door in itertools.permutations(CELLS, 3)
@@ -74,7 +75,7 @@ def rooms() -> list[dict[str, Any]]:
 
 
 def walk(room: dict[str, Any], draw: random.Random) -> str:
-    """An episode at random, as the policy would read and write it."""
+    """Return the text of a random episode."""
     environment = KeyAndDoor()
     environment.reset(**room)
     words = ""
@@ -95,7 +96,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _prepare_rooms(folder: Path, seed: int) -> None:
-    """Writes prompts.jsonl, and model/: a Llama that walks at random."""
+    """Write prompts.jsonl and model/, a Llama trained on random walks."""
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "prompts.jsonl", rooms())
     draw = random.Random(seed)
@@ -136,7 +137,7 @@ def _prepare_rooms(folder: Path, seed: int) -> None:
 
 
 def key_and_door(directory: Path, seed: int, output_dir: Path, **options: Any) -> PPOConfig:
-    """The config of a run, with what it reads made in the directory."""
+    """Return the config of a run; prepare its data and model if necessary."""
     folder = directory / f"seed-{seed}"
     if not (folder / "model" / "config.json").exists():
         _prepare_rooms(folder, seed)
@@ -145,7 +146,7 @@ def key_and_door(directory: Path, seed: int, output_dir: Path, **options: Any) -
         "prompts": str(folder / "prompts.jsonl"),
         "environment": f"{__name__}:KeyAndDoor",
         "max_turns": TURNS,
-        # A word ends a turn.
+        # Each turn is one word.
         "max_new_tokens": 1,
         "stop_token_ids": list(range(len(WORDS))),
         "rollout_batch_size": 256,
@@ -153,7 +154,7 @@ def key_and_door(directory: Path, seed: int, output_dir: Path, **options: Any) -
         "minibatches": 4,
         "microbatch_size": 256,
         "learning_rate": 1e-3,
-        # A walk at random is nothing worth staying near.
+        # Random walks are no useful reference.
         "kl_coef": 0.0,
         "warn_if": [],
         "output_dir": str(output_dir),

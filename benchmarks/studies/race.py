@@ -1,25 +1,23 @@
-"""The demo's task by several trainers: seconds to a gold of 0.8, one process of one thread each.
+"""The demo's task by several trainers: CPU seconds to a gold reward of 0.8, on one thread.
 
     python -m benchmarks.studies.race runs/race fastppo
     python -m benchmarks.studies.race runs/race fastppo-grpo
     pip install "trl==1.12.*" && python -m benchmarks.studies.race runs/race trl-ppo
     pip install "trl==1.16.*" && python -m benchmarks.studies.race runs/race trl-grpo
 
-The packages exclude each other, so each has an environment of its own, in which FastPPO is on the
-path; FastPPO goes first and trains the demo's two supervised stages, from whose folders all start.
-The table is of those that have run.
+The packages conflict, so each needs its own environment with FastPPO on the path. FastPPO runs
+first and trains the demo's two supervised stages, from which all trainers start. The table shows
+all finished runs.
 
-What is the same: the policy's and the reward model's weights, the tokenizer, the prompts, the
-score of a response (the reward model's of its text), 128 responses of at most 40 tokens to a batch
-at a temperature of 1, three epochs of four minibatches, ε, β, γ, λ, the gradient's norm, fp32 and
-one thread. What differs, because each trainer has no other way, or has a default where FastPPO has
-no counterpart:
+The same for all: the weights of policy and reward model, the tokenizer, the prompts, the reward
+model's score of a response, 128 responses of at most 40 tokens per batch at temperature 1, three
+epochs of four minibatches, ε, β, γ, λ, the gradient norm, fp32 and one thread. Differences:
 
-- TRL's PPO trains a value model of its own, which starts as the reward model, as its example does.
+- TRL's PPO trains a separate value model, initialized from the reward model as in its example.
 - TRL's GRPO has no critic: eight responses to each of 16 prompts, and β weighs a KL in the loss.
 
-Gold is the mean of each batch that is drawn for training; 0.8 is reached with the first batch whose
-mean with the two before is as high. The clock starts with the first batch, when all is loaded.
+Gold is the mean of a training batch. It reaches 0.8 when the mean of three consecutive batches
+does. The clock starts with the first batch, after loading.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ from fastppo.demo.task import gold_reward
 
 GOLD = 0.8
 BATCHES = 3
-"""Of which the mean has to be as high."""
+"""Consecutive batches in the mean of gold."""
 
 BATCH = 128
 MINIBATCHES = 4
@@ -61,14 +59,14 @@ KL_COEF = 0.08
 LAM = 0.95
 LEARNING_RATE = 3e-4
 ITERATIONS = 40
-"""After which the rate of those that let it fall is 0."""
+"""Length of the linear learning rate decay."""
 
 
 class Clock:
-    """Notes gold and time of each batch of responses.
+    """Records gold and time of each batch of responses.
 
     Args:
-        limit: seconds of processor time after which it is over.
+        limit: CPU time in seconds after which the run stops.
     """
 
     def __init__(self, limit: float) -> None:
@@ -92,7 +90,7 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """Whether gold or limit is reached."""
+        """Whether the target or the time limit is reached."""
         spent = self.points[-1]["processor_seconds"] if self.points else 0.0
         return reached(self.points) is not None or spent > self.limit
 
@@ -103,7 +101,7 @@ def _processor_seconds() -> float:
 
 
 def reached(points: Sequence[dict[str, float]]) -> dict[str, float] | None:
-    """The first point whose gold is as high, with those before it."""
+    """Return the first point at which the mean gold reaches the target."""
     for end in range(BATCHES, len(points) + 1):
         if np.mean([point["gold"] for point in points[end - BATCHES : end]]) >= GOLD:
             return points[end - 1]
@@ -111,11 +109,11 @@ def reached(points: Sequence[dict[str, float]]) -> dict[str, float] | None:
 
 
 class StopRunError(Exception):
-    """The clock is over."""
+    """Target or time limit reached."""
 
 
 class StopCallback(TrainerCallback):
-    """Ends a run of TRL's when the clock is over; its PPO trainer asks no control whether it is."""
+    """Ends a TRL run by an exception, since its PPO trainer ignores `should_training_stop`."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -126,10 +124,10 @@ class StopCallback(TrainerCallback):
 
 
 class Score(torch.nn.Module):
-    """The reward model's scores of texts, as `fastppo.rewards.model` gives them."""
+    """The reward model's scores of texts, equal to those of `fastppo.rewards.model`."""
 
     base_model_prefix = "model"
-    """By this, and `model` and `score`, TRL's PPO trainer reads a reward model."""
+    """TRL's PPO trainer reads a reward model through this, `model` and `score`."""
 
     def __init__(self, directory: Path, tokenizer: Any, clock: Clock) -> None:
         super().__init__()
@@ -140,7 +138,7 @@ class Score(torch.nn.Module):
 
     @torch.no_grad()
     def of_texts(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Also notes the batch."""
+        """Score texts and record the batch."""
         self.clock.note(prompts, completions)
         texts = [
             " ".join((prompt, text.strip()))
@@ -157,10 +155,9 @@ class Score(torch.nn.Module):
         return (scores.squeeze(-1) - self.mean).tolist()
 
     def model(self, input_ids: torch.Tensor, **more: Any) -> Any:
-        """For TRL: the scores of prompts and responses, in the place of hidden states, at each
-        token."""
+        """Return the scores as hidden states at each token, for TRL."""
         texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
-        # A prompt ends at the first mark; none has more than one.
+        # A prompt ends at its only punctuation mark.
         ends = [min(text.find(mark) for mark in ".?" if mark in text) + 1 for text in texts]
         prompts = [text[:end] for text, end in zip(texts, ends, strict=True)]
         completions = [text[end:] for text, end in zip(texts, ends, strict=True)]
@@ -172,7 +169,7 @@ class Score(torch.nn.Module):
 
 
 class Stages:
-    """The folders of the demo's two supervised stages, as a trainer that is not ours reads them."""
+    """The demo's supervised stages, loaded for TRL's trainers."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self.directory = directory
@@ -199,7 +196,7 @@ def fastppo(directory: Path, clock: Clock, learning_rate: float, seed: int, **op
         directory / "FastPPO",
         learning_rate=learning_rate,
         monitor_rewards=[],
-        # A linear fall without a warm-up, which is what TRL's trainers do by themselves.
+        # Linear decay without warm-up, the default of TRL's trainers.
         warmup_steps=0,
         seed=seed,
         device="cpu",
@@ -212,7 +209,7 @@ def fastppo(directory: Path, clock: Clock, learning_rate: float, seed: int, **op
 
 
 def fastppo_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
-    """As TRL's GRPO: the same algorithm by another trainer."""
+    """The algorithm of TRL's GRPO in FastPPO."""
     fastppo(
         directory,
         clock,
@@ -236,7 +233,7 @@ def trl_ppo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> N
     rows = [{"input_ids": stages.tokenizer(prompt)["input_ids"]} for prompt in stages.prompts]
     config = PPOConfig(
         output_dir=str(directory / "TRL-PPO"),
-        # One step per minibatch: with accumulation its optimiser would step once per epoch.
+        # With gradient accumulation its optimizer would step only once per epoch.
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=1,
         num_mini_batches=MINIBATCHES,
@@ -316,7 +313,7 @@ _TRAINER: dict[str, Any] = {
     "disable_tqdm": True,
     "logging_steps": 10**6,
 }
-"""Of both of TRL's trainers: checkpointing and bf16, on by default, help no tiny model on a CPU."""
+"""Both TRL trainers turn on bf16 and gradient checkpointing, which slow a tiny model on a CPU."""
 
 
 CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {
@@ -329,7 +326,7 @@ CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, seed=0, limit=600.0, learning_rate=LEARNING_RATE)
-    parser.add_argument("contestant", choices=CONTESTANTS, help="who runs")
+    parser.add_argument("contestant", choices=CONTESTANTS, help="the trainer to run")
     options = parser.parse_args(arguments)
     folder = options.directory / f"seed-{options.seed}"
     if options.contestant.startswith("fastppo"):
@@ -349,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in sorted(folder.glob("*-*.json")):
         points = json.loads(path.read_text("utf-8"))
         rows[path.stem] = _cells(points)
-    heads = ["processor s to gold 0.8", "wall clock s", "batches", "s a batch", "gold at the end"]
+    heads = ["CPU s to gold 0.8", "wall-clock s", "batches", "s per batch", "final gold"]
     print_table(["trainer and rate", *heads], rows)
 
 

@@ -1,10 +1,10 @@
-"""The curves of recipes by seed: the reward of every iteration, of runs that `fastppo recipe` made.
+"""Learning curves of recipes by seed, from runs of `fastppo recipe`.
 
     for seed in 0 1 2; do fastppo recipe arithmetic --seed $seed --out runs/arithmetic-$seed; done
     python -m benchmarks.studies.recipe_curves runs
 
 adds the runs in folders NAME-SEED to `benchmarks/results/studies/recipe-curves.json`, and draws all
-that are there as `recipe-curves.svg` into the folder of the runs.
+kept curves as `recipe-curves.svg` into the folder of the runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fastppo.run.log import read_jsonl
 KEPT = Path(__file__).parents[1] / "results" / "studies" / "recipe-curves.json"
 
 Curves = dict[str, dict[str, list[float]]]
-"""Of each recipe and seed the reward on the prompts of every iteration."""
+"""The reward of each iteration, by recipe and seed."""
 
 
 def curves_of(runs: Path) -> Curves:
-    """Those of the finished iterations of all runs in the folder."""
+    """Return the curves of all runs in the folder."""
     curves: Curves = {}
     for metrics in sorted(runs.glob("*-*/ppo/metrics.jsonl")):
         recipe, _, seed = metrics.parts[-3].rpartition("-")
@@ -33,7 +33,7 @@ def curves_of(runs: Path) -> Curves:
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """A panel for each recipe, with a curve for each seed."""
+    """Draw a panel per recipe with a curve per seed."""
     figure = figure_of([(recipe, "iteration", "reward on the prompts") for recipe in curves])
     for seeds, axis in zip(curves.values(), figure.axes, strict=True):
         for seed, rewards in seeds.items():
@@ -45,7 +45,7 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def add(runs: Path, kept: Path) -> Path:
-    """Adds the runs to the curves that are kept, and draws them all."""
+    """Add the runs to the kept curves and draw all of them."""
     curves: Curves = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     for recipe, seeds in curves_of(runs).items():
         curves[recipe] = dict(sorted((curves.get(recipe, {}) | seeds).items()))

@@ -1,4 +1,4 @@
-"""The studies: what their settings are, and each study in small."""
+"""The studies: their settings, and a quick run of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
 
 
-def test_the_curves_of_a_recipe_are_those_of_its_seeds_and_earlier_ones_stay(
+def test_new_recipe_curves_are_added_to_the_kept_ones(
     tmp_path: Path,
 ) -> None:
     for folder in ("arithmetic-0", "arithmetic-3", "smollm2-tools-0"):
@@ -38,10 +38,10 @@ def test_the_curves_of_a_recipe_are_those_of_its_seeds_and_earlier_ones_stay(
     assert drawn.count("<!-- seed") == 5
 
 
-def test_the_critic_of_each_task_is_as_its_setting_says_and_no_other_setting_has_one(
+def test_only_the_settings_with_a_critic_have_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the recipe too, whose own critic is another."""
+    """Also for a recipe with a different critic."""
     monkeypatch.setattr(critic, "prepare", lambda *arguments: None)
     monkeypatch.setattr(critic, "demo_stages", lambda *arguments: tmp_path)
     monkeypatch.setattr(Recipe, "check_packages", lambda recipe: None)
@@ -60,7 +60,7 @@ def test_the_critic_of_each_task_is_as_its_setting_says_and_no_other_setting_has
 
 
 def _curves_of_the_demo() -> dict[str, list[Any]]:
-    """The records of each setting, by seed."""
+    """Return the records of each setting, by seed."""
     seeds = json.loads((STUDIES / "critic.json").read_text())
     return {
         label: [_records(curves[label]) for curves in seeds]
@@ -74,7 +74,7 @@ def _curves_of_key_and_door() -> dict[str, list[Any]]:
 
 
 def _records(curves: Any) -> list[dict[str, float]]:
-    """A run's records, of a list of them or of a list to each metric."""
+    """Return a run's records from a list of them or from a list per metric."""
     if isinstance(curves, list):
         return curves
     iterations = range(len(curves["processor_seconds"]))
@@ -84,7 +84,7 @@ def _records(curves: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("name", "curves"), [("demo", _curves_of_the_demo), ("key-and-door", _curves_of_key_and_door)]
 )
-def test_the_curves_that_are_kept_give_the_rewards_on_the_page(
+def test_the_tables_of_the_page_follow_from_the_kept_curves(
     name: str, curves: Callable[[], dict[str, list[Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_the_curves_that_are_kept_give_the_rewards_on_the_page(
         ("critic", ["--task", "key-and-door"], ["| RLOO |", "PPO: correlation of the advant"]),
     ],
 )
-def test_a_quick_study_prints_its_table_draws_and_is_not_run_again(
+def test_a_quick_study_prints_a_table_draws_and_keeps_its_runs(
     name: str, flags: list[str], words: list[str], tmp_path: Path, capsys
 ) -> None:
     study: Any = importlib.import_module(f"benchmarks.studies.{name}")
