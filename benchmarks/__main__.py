@@ -2,12 +2,12 @@
 
 python -m benchmarks                  the set of this device: minutes
 python -m benchmarks --quick          within a minute
-python -m benchmarks claims           the ratios that are promised for a CPU, PASS or FAIL
-python -m benchmarks keep RESULTS     adds the cases of a results file to those of its device
-python -m benchmarks docs             docs/benchmarks.md and the README's numbers
-python -m benchmarks tune             rows for the kernels' table of programs, on a GPU
+python -m benchmarks claims           the claims for a CPU: PASS or FAIL
+python -m benchmarks keep RESULTS     add the cases of a results file to those of its device
+python -m benchmarks docs             write docs/benchmarks.md and the README's numbers
+python -m benchmarks tune             find the kernels' program sizes on a GPU
 
-What the commands do is in `benchmarks.commands`; help and a wrong flag do not wait for its imports.
+`benchmarks.commands` has the commands. Its imports take seconds, so help and wrong flags skip them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUT = Path("runs/benchmarks")
 def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Times every operation beside its peers and its floor. Each provider is "
+        description="Time every operation against its peers and its floor. Each provider is "
         "checked against fp64 first; a wrong one is reported and not timed.",
         epilog="cases: " + "; ".join(f"{name} ({what})" for name, what in CASES.items()),
     )
@@ -34,45 +34,45 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         nargs="?",
         default="run",
         choices=("run", "claims", "keep", "docs", "tune"),
-        help="run (the default): a set; claims: the ratios promised for a CPU; keep: adds the "
-        "cases of a results file to benchmarks/results/<device>.json; docs: docs/benchmarks.md "
-        "and the README's numbers from benchmarks/results; tune: times what the kernels' programs "
-        "may be and prints the rows of their table",
+        help="run (the default): run a set; claims: check the claims for a CPU; keep: add the "
+        "cases of a results file to benchmarks/results/<device>.json; docs: write "
+        "docs/benchmarks.md and the README's numbers from benchmarks/results; tune: time the "
+        "candidate programs of the kernels and print the best rows of their table",
     )
-    parser.add_argument("results", nargs="?", type=Path, help="of keep: a results file")
+    parser.add_argument("results", nargs="?", type=Path, help="a results file, for keep")
     parser.add_argument("--quick", action="store_true", help="small shapes, within a minute")
     parser.add_argument(
         "--case",
         action="append",
         choices=tuple(CASES),
-        help="only this case; may be repeated",
+        help="run only this case; can be repeated",
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument(
-        "--threads", type=int, help="CPU threads of torch; default: what torch chooses"
+        "--threads", type=int, help="CPU threads of torch; default: chosen by torch"
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        help="start no case after this many seconds; default: the set's, within ten minutes or one",
+        help="start no case after this many seconds; default: the limit of the set",
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     parser.add_argument(
         "--out",
         type=Path,
         default=OUT,
-        help="folder of results.json and the PNG files; default: %(default)s",
+        help="folder for results.json and the figures; default: %(default)s",
     )
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="also write benchmarks/results/<device>.json, from which `docs` writes; of claims: "
-        "add them to that file",
+        help="also write benchmarks/results/<device>.json, the input of `docs`; with claims: add "
+        "them to this file",
     )
     parser.add_argument(
         "--write",
         action="store_true",
-        help="of tune: put the rows into kernels/fastppo_kernels/triton/programs.py",
+        help="with tune: write the rows to kernels/fastppo_kernels/triton/programs.py",
     )
     return parser
 
@@ -83,18 +83,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
     if options.threads is not None and options.threads < 1:
         parser.error(f"--threads must be at least 1, got {options.threads}")
     if (options.results is not None) != (options.command == "keep"):
-        parser.error("a results file is what `keep` takes, and only that")
+        parser.error("`keep` takes a results file, other commands take none")
     if options.write and options.command != "tune":
-        parser.error("--write is of `tune`")
+        parser.error("--write needs `tune`")
     if options.command == "claims" and options.device == "cuda":
-        parser.error("claims are for a CPU: leave --device cuda out")
+        parser.error("claims are for a CPU: remove --device cuda")
     part = options.quick or options.case or options.no_compile or options.seconds
     if options.command == "run" and options.keep and part:
         parser.error(
-            "--keep is for the whole set: leave --quick, --case, --no-compile and --seconds out; "
-            "`keep RESULTS` adds the results of a part to those of its device"
+            "--keep needs the whole set: remove --quick, --case, --no-compile and --seconds; "
+            "`keep RESULTS` adds part of a set to the results of its device"
         )
-    from benchmarks import commands  # whose imports take seconds
+    from benchmarks import commands
 
     return commands.execute(parser, options)
 

@@ -1,14 +1,14 @@
-"""What a case is: inputs, truth, bytes and FLOP, and who provides the operation.
+"""A benchmark case: inputs, truth, bytes, FLOP and providers.
 
-- Truth is computed in fp64, by autograd and by loops, from the definitions; it shares no code with
-  the library or with a provider.
-- Bytes are compulsory traffic: every input that counts read once, every output written once. A
-  provider that passes over its data twice moves more, and shows a lower share of the floor.
-- FLOP of a matrix product count 2 per multiply-add; of elementwise work, one per operation on an
-  entry, an exponential included. Beside the matrix ceiling the latter never decide the floor.
+- Truth: fp64, by autograd and loops, from the definitions. It shares no code with the library or a
+  provider.
+- Bytes: compulsory traffic. Every valid input is read once, every output written once. A provider
+  with two passes moves more, and reaches a lower share of the floor.
+- FLOP: 2 per multiply-add of a matrix product, 1 per elementwise operation, exponentials included.
+  Elementwise FLOP never decide the floor.
 
-A provider is a function from the inputs to its outputs by name. It may give fewer outputs than the
-truth has (a peer without an entropy), at least one, and all that it gives are checked.
+A provider maps the inputs to named outputs. It may return fewer outputs than the truth has, but at
+least one. All returned outputs are checked.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ MASK_BYTES = 1
 
 
 class Truth(NamedTuple):
-    """An output in fp64 (a large gradient may be held in fp32), and the size of its entries, in
-    which errors are stated."""
+    """An output in fp64 (large gradients in fp32), and the unit of its errors."""
 
     values: Tensor
     scale: float
 
 
 class UnsupportedError(Exception):
-    """A provider is there and cannot do the case on this device; the message says why."""
+    """A provider cannot run the case on this device; the message has the reason."""
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -49,23 +48,22 @@ def _copy(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Provider:
-    """Someone's implementation of a case."""
+    """An implementation of a case."""
 
     name: str
     call: Callable[[Inputs], Outputs]
     writes: tuple[str, ...] = ()
-    """Inputs that it writes over: it gets copies. Timed calls go on with what the last one wrote,
-    on which no operation's time depends."""
+    """Inputs that it overwrites. It gets copies; timed calls reuse the overwritten copy."""
     prepare: Callable[[Inputs], Inputs] | None = None
-    """Lays the inputs out as the provider wants them; not part of its time or memory."""
+    """Converts the inputs to the provider's layout. Not part of its time or memory."""
     is_bound: bool = False
-    """No implementation but a bound on all of them (the matrix products alone): timed, and checked
-    only if it has a `truth`."""
+    """A lower bound for all implementations, such as the matrix products alone. It is timed, and
+    checked only if it has a `truth`."""
     truth: Callable[[Inputs], dict[str, Truth]] | None = None
-    """Of a bound that computes something else than the case."""
+    """The truth of a bound with other outputs than the case."""
 
     def own_inputs(self, inputs: Inputs) -> Inputs:
-        """The inputs in the provider's layout, and its own where it writes."""
+        """Return the inputs in the provider's layout, with copies of those it overwrites."""
         prepared = inputs if self.prepare is None else self.prepare(inputs)
         copies = {name: _copy(prepared[name]) for name in self.writes}
         return prepared | copies
@@ -73,7 +71,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class Peer:
-    """A package that implements the case; `build` imports it, and runs only if it is installed."""
+    """A package with providers. `build` imports it and is called only if it is installed."""
 
     name: str
     distribution: str
@@ -88,19 +86,19 @@ class Case:
     bytes_moved: int
     flop: int
     draw: Callable[[int, torch.device], Inputs]
-    """Inputs from a seed."""
+    """Returns the inputs for a seed."""
     truth: Callable[[Inputs], dict[str, Truth]]
     providers: tuple[Provider, ...]
     tolerance: float
-    """Of an output's error, in units of its scale."""
+    """Largest allowed error, in units of an output's scale."""
     compiled: tuple[Provider, ...] = ()
     peers: tuple[Peer, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Providers that do not exist for this case, and why."""
+    """Reasons for missing providers, by provider."""
     release: Callable[[], None] = lambda: None
-    """Frees what the providers share (a model), when the case is done."""
+    """Frees shared state, such as a model, after the case."""
     bytes_and_flop: str = ""
-    """How the two were counted, for a reader of the results."""
+    """Explains the counts of bytes and FLOP."""
 
 
 def is_installed(distribution: str) -> bool:
@@ -113,13 +111,13 @@ def is_installed(distribution: str) -> bool:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` of a function, once per case: `run` clears the cache between cases."""
+    """Compile a function once per case. `run` clears the cache between cases."""
     return torch.compile(function, dynamic=False)
 
 
 def draw_normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int
 ) -> Tensor:
-    """Drawn on the device: large inputs would take long on a CPU."""
+    """Draw on the device, since large inputs take long on a CPU."""
     on_device = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=on_device, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The suite's cases by name, and which of them a set of work holds."""
+"""The suite's cases by name and set."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_c
 
 
 def cases(work: Work, names: tuple[str, ...] = tuple(CASES)) -> list[Case]:
-    """The cases of a set, restricted to `names`; sweeps apart.
+    """Return the cases of a set with these names, without sweeps.
 
-    The rows that matter first, for a set whose time ends early: each operation at the first of its
-    shapes, then its variants and the other shapes.
+    Each operation's first shape comes first, since a set can run out of time; then variants and
+    other shapes.
     """
     first: list[Case] = []
     later: list[Case] = []
@@ -63,7 +63,7 @@ def cases(work: Work, names: tuple[str, ...] = tuple(CASES)) -> list[Case]:
 
 
 def sweep_cases(sweep: Sweep, dtype: torch.dtype) -> list[tuple[int, Case]]:
-    """(size, case) for each point of a sweep: the first variant of the named case."""
+    """Return (size, case) for each point of a sweep, for the case's first variant."""
     points: list[tuple[int, Case]] = []
     for shape in sweep.shapes:
         if isinstance(shape, Sequences):

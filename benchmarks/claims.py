@@ -1,7 +1,7 @@
-"""The project's claims for a CPU, as ratios of one run: `python -m benchmarks claims`.
+"""The project's claims for a CPU: `python -m benchmarks claims`.
 
-Each is the median of quotients of neighbouring calls, FastPPO's and the other's by turns, so that a
-busy machine slows both and leaves their ratio. Providers are checked against fp64 first.
+Each claim is the median ratio of neighbouring calls. FastPPO and the other provider alternate, so a
+busy machine slows both. Providers are checked against fp64 first.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CPU = torch.device("cpu")
 
 
 class Claim(NamedTuple):
-    """One claim: what was measured, and what was wanted."""
+    """A claim: the measured value and its target."""
 
     text: str
     measured: float | None
-    """None: not measured, and `detail` says why."""
+    """None if not measured; `detail` has the reason."""
     at_most: float | None = None
     at_least: float | None = None
     detail: str = ""
@@ -63,7 +63,7 @@ class Claim(NamedTuple):
 def _compare(
     case: Case, ours: Provider, other: Provider, progress: run.Progress, turns: int = TURNS
 ) -> tuple[measure.Ratio, float]:
-    """(time of ours over the other's, memory of ours over the other's)."""
+    """Return the time ratio and the memory ratio of ours to the other."""
     progress(f"{case.name}, {case.shape}: {ours.name} and {other.name}")
     inputs = case.draw(0, CPU)
     truth = case.truth(inputs)
@@ -110,8 +110,8 @@ def _losses(progress: run.Progress) -> Iterator[Claim]:
             yield Claim(f"{what}: time over eager's", ratio.median, 1.0, detail=_spread(ratio))
             text = f"{what}: extra memory over eager's"
             if name == "ppo_loss" and not entropy_coef:
-                # Out of place 0.25 cannot be: eager holds three copies of the logits at most, and
-                # the gradient that is returned is one.
+                # Cannot reach 0.25: eager holds at most three copies of the logits, and the
+                # returned gradient is one of them. In place it can.
                 yield Claim(text, memory, MEMORY_SHARE, detail="the gradient alone is a third")
                 _, memory = _compare(case, _named(case, "FastPPO, in place"), eager, progress, 1)
                 text = text.replace(name, f"{name}, in place,", 1)
@@ -171,7 +171,7 @@ def _iteration(progress: run.Progress) -> Iterator[Claim]:
 
 
 def measure_claims(progress: run.Progress) -> list[Claim]:
-    """Measures all of them, about three minutes on two quiet cores."""
+    """Measure all claims, in about three minutes on two idle cores."""
     return [
         *_losses(progress),
         *_memory(progress),
@@ -181,7 +181,7 @@ def measure_claims(progress: run.Progress) -> list[Claim]:
 
 
 def describe(claims: list[Claim]) -> list[dict[str, Any]]:
-    """For the results file."""
+    """Return the claims for the results file."""
     return [
         {**claim._asdict(), "wanted": claim.wanted, "verdict": claim.verdict} for claim in claims
     ]
@@ -195,7 +195,7 @@ def print_claims(claims: list[Claim], to: Console) -> None:
     table.add_column("")
     table.add_column("claim")
     table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("wanted", justify="right", no_wrap=True)
+    table.add_column("target", justify="right", no_wrap=True)
     table.add_column("detail")
     styles = {"PASS": "green", "FAIL": "bold red", "NOT MEASURED": "yellow"}
     for claim in claims:

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` does, once its arguments are read."""
+"""The commands of `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from benchmarks.shapes import SETS
 
 
 def execute(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Runs the command that was given; its exit code.
+    """Run a command and return its exit code.
 
     Raises:
-        SystemExit: by the parser, for what only a device or a file can tell.
+        SystemExit: from the parser, if the device or a file does not fit the arguments.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -66,9 +66,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     _say_written(path, console)
     if options.keep:
         path = report.results_path(record)
-        if (
-            path.exists()
-        ):  # what `claims` and the grid of `trl_iteration` measured, with its date, stays
+        if path.exists():  # keeps the claims and the grid of `trl_iteration`
             record = report.read(path) | record
         report.write(record, path)
         _say_written(path, console)
@@ -84,9 +82,9 @@ def _keep(parser: argparse.ArgumentParser, results: Path, console: Console) -> i
     try:
         record = report.read(results)
     except (OSError, ValueError) as error:
-        parser.error(f"{results} is no results file: {error}")
+        parser.error(f"{results} is not a results file: {error}")
     if record["set"] != "default":
-        parser.error(f"only results of the default set are kept, got the {record['set']} set")
+        parser.error(f"only results of the default set can be kept, got the {record['set']} set")
     path = report.results_path(record)
     try:
         report.write(report.joined(report.read(path), record) if path.exists() else record, path)
@@ -102,7 +100,9 @@ def _claims(keep: bool, console: Console) -> int:
     device: dict[str, Any] = {"device": describe_device(torch.device("cpu"))}
     path = report.results_path(device)
     if keep and not path.exists():
-        console.print(f"{path} is not there: run `python -m benchmarks --keep` first", style="red")
+        console.print(
+            f"{path} does not exist: run `python -m benchmarks --keep` first", style="red"
+        )
         return 1
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     with _progress(console) as progress:
@@ -124,10 +124,8 @@ def _claims(keep: bool, console: Console) -> int:
 def _docs(console: Console) -> int:
     from benchmarks import docs
 
-    changed = docs.update()
-    for path in (docs.PAGE, docs.README):
-        state = "written" if path in changed else "is what the results say"
-        console.print(f"{path.relative_to(docs.ROOT)}: {state}", highlight=False)
+    for path in docs.update():
+        console.print(f"written {path.relative_to(docs.ROOT)}", highlight=False)
     return 0
 
 
@@ -136,9 +134,9 @@ def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace, console:
 
     device = torch.device("cuda" if options.device == "auto" else options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("tune times the kernels on a GPU, and torch sees no CUDA device")
+        parser.error("tune needs a GPU, but torch sees no CUDA device")
     if device.type == "cpu" and (options.write or not options.quick):
-        parser.error("tune times nothing on a CPU: --quick --device cpu only shows that it runs")
+        parser.error("tune needs a GPU; --quick --device cpu only tests the code")
     todo = tune.works(device, tiny=options.quick)
     source = "nothing: a CPU"
     if device.type == "cuda":
@@ -162,14 +160,14 @@ def _say_written(path: Path, console: Console) -> None:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """One line that changes in a terminal; else a line per case."""
+    """Report progress: one changing line in a terminal, otherwise a line per case."""
     if console.is_terminal:
         with console.status("") as status:
             yield status.update
         return
 
     def line(text: str) -> None:
-        # "3/40  loss, gpt2: checking verl" is for a terminal's changing line.
+        # Lines such as "3/40  loss, gpt2: checking verl" are for a terminal only.
         if ": " not in text or not text[0].isdigit():
             console.print(text, style="dim", highlight=False, markup=False)
 

@@ -1,8 +1,8 @@
-"""FLOP of whatever runs in a block, counted operator by operator: `with counted() as counter`.
+"""Count the FLOP of a block, operator by operator: `with counted() as counter`.
 
-torch's counter knows matrix products and the attention of GPUs; what it does not know, attention on
-a CPU and FastPPO's fused lm-head, it is told here. Attention counts whole, as if nothing were
-masked, for every library alike; products that skip rows of no gradient count as if they did not.
+torch's counter knows matrix products and GPU attention. This module adds CPU attention and
+FastPPO's fused lm-head. Masked entries of attention, and rows skipped for a zero gradient, count as
+if they were computed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Shape = Sequence[int]
 
 @contextmanager
 def counted() -> Iterator[FlopCounterMode]:
-    """After the block, `get_total_flops()` of what is yielded has its FLOP."""
-    import fastppo.functional.operators  # registers fastppo's operators
+    """Yield a counter. After the block its `get_total_flops()` returns the FLOP."""
+    import fastppo.functional.operators  # registers the operators
 
     aten = torch.ops.aten
     fastppo = torch.ops.fastppo

@@ -1,9 +1,8 @@
-"""What a call takes of the host, before and beside the GPU's work: `python -m benchmarks.host`.
+"""Host time of a call on small tensors: `python -m benchmarks.host`.
 
-On small tensors, microseconds of the processor's time a call: as one calls it; under
-`torch.compile(fullgraph=True)`, which has traced the checks away and runs the operators; and
-replayed in a CUDA graph, which holds the launches alone. On a CPU every Triton launch is replaced
-by nothing, and nothing can be captured.
+Prints microseconds of CPU time per call: eager; under `torch.compile(fullgraph=True)`, without the
+argument checks; and replayed in a CUDA graph, which contains only the launches. On a CPU, Triton
+launches do nothing and nothing can be captured.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 
 import fastppo
 
-HEADER = ("call", "launches", "as it is", "compiled", "in a CUDA graph")
+HEADER = ("call", "launches", "eager", "compiled", "in a CUDA graph")
 CALLS = 300
 BLOCKS = 7
-"""Of `CALLS` calls, of which the median counts."""
+"""Blocks of `CALLS` calls, for the median."""
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -47,10 +46,10 @@ def calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 @contextlib.contextmanager
 def launches(*, replaced: bool) -> Iterator[list[str]]:
-    """The names of the kernels that are launched; `replaced`: by nothing."""
+    """Yield the names of launched kernels. With `replaced` they do not run."""
     from fastppo_kernels.triton.scale import _scale_kernel
 
-    kind = type(_scale_kernel)  # Triton's class of kernels, or its interpreter's
+    kind = type(_scale_kernel)  # of Triton or of its interpreter
     original = kind.__getitem__
     launched: list[str] = []
 
@@ -63,7 +62,7 @@ def launches(*, replaced: bool) -> Iterator[list[str]]:
 
 
 def microseconds(call: Callable[[], Any], count: int = CALLS) -> float:
-    """Of the processor's time a call."""
+    """Return the CPU time per call."""
     call()
     blocks = []
     for _ in range(BLOCKS):
@@ -87,7 +86,7 @@ def _captured(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def table(device: torch.device, *, compiled: bool = True, count: int = CALLS) -> list[list[str]]:
-    """A row for each call, under `HEADER`."""
+    """Return a row per call, with the columns of `HEADER`."""
     on_gpu = device.type == "cuda"
     rows = []
     with launches(replaced=not on_gpu) as launched:
@@ -97,7 +96,7 @@ def table(device: torch.device, *, compiled: bool = True, count: int = CALLS) ->
             call()
             row = [name, str(len(launched)), f"{microseconds(call, count):.0f}"]
             traced = torch.compile(call, fullgraph=True) if compiled else None
-            row.append(f"{microseconds(traced, count):.0f}" if traced else "left out")
+            row.append(f"{microseconds(traced, count):.0f}" if traced else "skipped")
             row.append(f"{microseconds(_captured(call), count):.0f}" if on_gpu else "not measured")
             rows.append(row)
     return rows
@@ -106,7 +105,7 @@ def table(device: torch.device, *, compiled: bool = True, count: int = CALLS) ->
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        # Read when a kernel is decorated: a CPU's tensors reach the launchers under it alone.
+        # The launchers accept CPU tensors only in the interpreter. Triton reads this at import.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     for cells in [HEADER, *table(device)]:

@@ -1,7 +1,7 @@
 """Cases of the losses: from logits, and from hidden states and the lm-head.
 
-Rows are tokens: one logprob, one loss each. Advantages are one per sequence, as GRPO draws them, so
-that kernels which know no other kind can take part; the operations compared take one per token.
+Rows are tokens, with one logprob and one loss each. Advantages are equal within a sequence, since
+some GRPO kernels support no others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.shapes import Tokens
 ENTROPY_COEF = 0.01
 
 TRUTH_ELEMENTS = 2**26
-"""Logits taken to fp64 at once."""
+"""Logits converted to fp64 at once."""
 
 STATS_FLOP = 5  # per logit: subtract the maximum, exp, add; multiply and add for the entropy
 GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, multiply-add, multiply
@@ -47,9 +47,10 @@ LIGER_STATS = "Liger-Kernel, scaled cross-entropy"
 
 
 def _token_inputs(logprobs: Tensor, generator: torch.Generator) -> Inputs:
-    """Old logprobs and advantages. A third of the ratios is above the clip range, a third below.
+    """Return old logprobs and advantages.
 
-    None is near its borders, where the gradient jumps: rounding would decide which side is taken.
+    A third of the ratios is above the clip range, a third below, and none near its bounds, where
+    the gradient jumps.
     """
     n = logprobs.numel()
     device = logprobs.device
@@ -83,7 +84,7 @@ def draw_logits(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.devi
     generator = torch.Generator().manual_seed(seed)
     logits = draw_normal((shape.n, shape.model.vocab), dtype, device, seed).mul_(2)
     tokens = torch.randint(shape.model.vocab, (shape.n,), generator=generator).to(device)
-    # Old logprobs are drawn around those of the logits: fp32 is close enough to know the ratios.
+    # fp32 is exact enough to place the ratios.
     logprobs = _logprobs(lambda rows: logits[rows].float(), tokens, shape.model.vocab)
     inputs = _token_inputs(logprobs, generator)
     return {"logits": logits.requires_grad_(), "tokens": tokens, **inputs}
@@ -109,7 +110,7 @@ def draw_hidden(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.devi
 def token_losses(
     logits: Tensor, tokens: Tensor, old_logprobs: Tensor, advantages: Tensor, entropy_coef: float
 ) -> Tensor:
-    """PPO's clipped loss per token as one writes it in PyTorch, in the dtype of the logits."""
+    """Compute PPO's clipped loss per token in plain PyTorch, in the dtype of the logits."""
     log_p = torch.log_softmax(logits, -1)
     logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     ratio = torch.exp(logprobs - old_logprobs)
@@ -124,7 +125,7 @@ def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], 
     def truth(inputs: Inputs) -> dict[str, Truth]:
         logits = inputs["logits"].detach()
         n = inputs["tokens"].numel()
-        # fp32 holds a stored gradient to 6e-8 of each entry: far below every tolerance here.
+        # Stored in fp32, a gradient is off by 6e-8 per entry, far below the tolerances.
         grad = torch.empty_like(logits, dtype=torch.float32) if with_gradient else None
         total = 0.0
         size = 0.0
@@ -148,7 +149,7 @@ def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], 
 def loss_from(
     function: Callable[..., Tensor], entropy_coef: float, leaves: tuple[str, ...]
 ) -> Callable[[Inputs], Outputs]:
-    """Calls `function(*inputs, entropy_coef)`, and takes the gradient by the named inputs."""
+    """Wrap a loss function: its value and the gradients of the named inputs."""
 
     def call(inputs: Inputs) -> Outputs:
         with torch.set_grad_enabled(bool(leaves)):
@@ -165,7 +166,7 @@ def loss_from(
 def eager_loss(
     logits: Tensor, tokens: Tensor, old_logprobs: Tensor, advantages: Tensor, entropy_coef: float
 ) -> Tensor:
-    # .float() is what keeps bf16 logits' logprobs usable, and copies nothing in fp32.
+    # bf16 logprobs would be useless. In fp32 .float() copies nothing.
     return token_losses(logits.float(), tokens, old_logprobs, advantages, entropy_coef).mean()
 
 
@@ -189,7 +190,7 @@ def our_loss(
 
 
 def _around(stats: Stats) -> Callable[..., Tensor]:
-    """The case's loss around a peer's logprobs (and entropy)."""
+    """Return the case's loss with a peer's logprobs and entropy."""
 
     def loss(*arguments: Tensor | float) -> Tensor:
         *operands, old, advantages, entropy_coef = arguments
@@ -200,8 +201,8 @@ def _around(stats: Stats) -> Callable[..., Tensor]:
 
 
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials; bf16: its rounding is
-2⁻⁹ of an entry, and the token's column meets it twice (1 − p, then the product)."""
+"""In units of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials. bf16: rounding
+of 2⁻⁹ per entry, twice in the token's column (1 − p, then the product)."""
 
 
 def loss_case(
@@ -270,7 +271,7 @@ def loss_case(
 # --------------------------------------------------------------------- statistics without gradient
 
 STATS_TOLERANCE = 1e-4
-"""Of the largest entry, about 20 nats: fp32 sums over 10⁵ logits. bf16 logits are exact inputs."""
+"""In units of the largest entry, about 20 nats: fp32 sums over 10⁵ logits."""
 
 
 def eager_stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,7 +340,7 @@ def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
 def _exact_linear_loss(
     losses_of: Callable[[Tensor, Inputs], Tensor],
 ) -> Callable[[Inputs], dict[str, Truth]]:
-    """Of the mean of `losses_of(logits, the rows' inputs)`, in fp64."""
+    """Return the fp64 truth of the mean of `losses_of(logits, inputs of the rows)`."""
 
     def truth(inputs: Inputs) -> dict[str, Truth]:
         n = inputs["tokens"].numel()
@@ -383,7 +384,7 @@ def _cross_entropies(logits: Tensor, rows: Inputs) -> Tensor:
 
 
 exact_cross_entropy = _exact_linear_loss(_cross_entropies)
-"""Of the mean of −logprob, which some peers have fused with the lm-head."""
+"""Truth of the mean −logprob, fused with the lm-head by some peers."""
 
 
 def eager_linear_loss(
@@ -420,7 +421,7 @@ BOUND = "matrix products alone"
 
 
 def _gemms(gradients: bool) -> Provider:
-    """The vendor library's products with nothing between them: no fused lm-head can do without."""
+    """Return the vendor library's matrix products, a bound for every fused lm-head."""
 
     @torch.no_grad()
     def call(inputs: Inputs) -> Outputs:
@@ -435,12 +436,12 @@ def _gemms(gradients: bool) -> Provider:
 
 
 LINEAR_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""As GRADIENT_TOLERANCE; bf16 logits of a GEMM are off by up to 2⁻⁹ of 10, so probabilities by 2 %
-in the worst entry."""
+"""See GRADIENT_TOLERANCE. bf16 logits from a GEMM are off by up to 2⁻⁹ of 10, so the worst
+probability is off by 2 %."""
 
 
 def _cross_entropy(label: str, device: torch.device, *, scaled_exp: bool) -> Provider:
-    """QuACK's: the same three products around a simpler loss, what this one could come to."""
+    """Return QuACK's cross-entropy: the same three products with a simpler loss, a bound."""
     function = peers.quack_linear_cross_entropy(device, scaled_exp=scaled_exp)
 
     def call(inputs: Inputs) -> Outputs:
@@ -478,7 +479,7 @@ def linear_loss_case(
         usual = provider("Cut Cross-Entropy", _around(peers.cce_linear_stats(device)))
         if device.type != "cuda":
             return (usual,)
-        # The usual one leaves out gradients of less than 2⁻¹² of a row.
+        # By default it drops gradients below 2⁻¹² of a row.
         exact = _around(peers.cce_linear_stats(device, filter_eps=None))
         return usual, provider("Cut Cross-Entropy, unfiltered", exact)
 
@@ -572,12 +573,12 @@ def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
 
 
 LINEAR_STATS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"""Of the largest logprob, 15 to 20 nats; bf16: half a unit in the last place of a logit of 8 to 16
-is 0.03."""
+"""In units of the largest logprob, 15 to 20 nats. bf16: half a unit in the last place of a logit
+of 8 to 16 is 0.03."""
 
 
 def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
-    """Logprobs are what is asked for; a provider that gives the entropy too has it checked."""
+    """Return the case of logprobs. A provider's entropy is checked, too."""
     n = shape.n
     vocab = shape.model.vocab
     width = shape.model.hidden

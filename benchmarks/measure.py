@@ -1,17 +1,16 @@
-"""How things are measured: time, memory, ceilings, error.
+"""Measure time, memory, ceilings and errors.
 
-- Time: on a GPU `triton.testing.do_bench`, which empties the cache before each call; on a CPU
-  `torch.utils.benchmark`, in ROUNDS blocks in which the providers take turns, so that a slow minute
-  is everybody's. There the caller's calls rotate through more inputs than the caches hold.
-- Memory: the most that is allocated at any moment of the call, outputs included, above what was
-  allocated before it. On a GPU, `torch.cuda.max_memory_allocated`. On a CPU, the allocation events
-  of `torch.profiler`, which sees every tensor of torch, those inside its operators included.
-- Ceilings: a large copy and large matrix products, a square one and one as wide as a vocabulary,
-  timed in the same run.
-- Ratios: of two functions, call by call in turns, the median of the quotients of neighbours. A busy
-  machine slows both, so that the quotient holds where a time does not.
-- Error: max |x − truth| over an output, in units of that output's scale (`case.Truth`). A
-  gradient is also held to mean |x − truth| over mean |truth|.
+- Time: on a GPU `triton.testing.do_bench`, with an empty cache before each call. On a CPU
+  `torch.utils.benchmark` in ROUNDS blocks; providers alternate, so a slow minute hits all of them,
+  and calls rotate through more inputs than fit in the caches.
+- Memory: the peak during the call, outputs included, above the memory before it. On a GPU
+  `torch.cuda.max_memory_allocated`; on a CPU the allocation events of `torch.profiler`, including
+  tensors inside operators.
+- Ceilings: a large copy and two large matrix products, square and as wide as a vocabulary, timed in
+  the same run.
+- Ratios: the median ratio of neighbouring calls of two functions. A busy machine slows both.
+- Error: max |x − truth| in units of the output's scale (`case.Truth`); for gradients also
+  mean |x − truth| over mean |truth|.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from torch.utils.benchmark import Timer
 Inputs = dict[str, Tensor]
 
 ROTATION_BYTES = 2**28
-"""Inputs in rotation on a CPU: several times the last-level cache (32 MiB and more)."""
+"""Size of the rotating inputs on a CPU: several times the last-level cache."""
 
 MAX_ROTATION = 128
-"""Sets of inputs at most: more would only take longer to draw."""
+"""Most sets of inputs."""
 
 ROUNDS = 3
 
@@ -44,13 +43,13 @@ MATMUL_SHAPES = {
     "cpu": ((2048, 2048, 2048), (1024, 768, 32000)),
     "cuda": ((8192, 8192, 8192), (8192, 4096, 131072)),
 }
-"""(rows, inner, columns). Which of them the library does best depends on the machine."""
+"""(rows, inner, columns). The best shape depends on the machine."""
 
 CEILING_SECONDS = 0.5
 
 
 class Timing(NamedTuple):
-    """Of one provider on one case; seconds per call."""
+    """Seconds per call of a provider on a case."""
 
     median: float
     quartiles: tuple[float, float]
@@ -58,19 +57,19 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles."""
+        """Half the interquartile range."""
         return (self.quartiles[1] - self.quartiles[0]) / 2
 
 
 class Ceilings(NamedTuple):
-    """What the machine can do: bytes (read and written) and FLOP per second."""
+    """Bytes (read and written) and FLOP per second of the machine."""
 
     copy: float
     matmul: Mapping[str, float]
-    """By dtype, as in "bfloat16"."""
+    """By dtype, such as "bfloat16"."""
 
     def floor(self, bytes_moved: int, flop: int, dtype: torch.dtype) -> float:
-        """Seconds below which the work cannot be done."""
+        """Return the shortest possible time of the work, in seconds."""
         return max(bytes_moved / self.copy, flop / self.matmul[dtype_name(dtype)])
 
 
@@ -82,7 +81,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rotation_length(bytes_per_set: int, device: torch.device) -> int:
-    """Sets of inputs, at least 2 on a CPU, that together are larger than the caches."""
+    """Return the number of input sets that exceed the caches, at least 2 on a CPU."""
     if device.type == "cuda":
         return 1
     return max(2, min(MAX_ROTATION, -(-ROTATION_BYTES // max(1, bytes_per_set))))
@@ -95,7 +94,7 @@ def time_calls(
     seconds: float,
     rounds: int = ROUNDS,
 ) -> dict[str, Timing]:
-    """Times each of the calls, which the caller has warmed up, for about `seconds` in all."""
+    """Time each warmed-up call for about `seconds` in total."""
     if device.type == "cuda":
         return {name: _time_on_gpu(call, seconds) for name, call in calls.items()}
     timers = {
@@ -149,23 +148,23 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
 
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
-    """The lower quartile: what the machine does when nothing disturbs it."""
+    """Return the lower quartile, the time on an undisturbed machine."""
     call()
     timing = time_calls({"": call}, device, seconds=CEILING_SECONDS, rounds=1)[""]
     return timing.quartiles[0]
 
 
 class Ratio(NamedTuple):
-    """How much longer one function takes than another: the median of quotients, its quartiles."""
+    """Time ratio of two functions: median and quartiles over pairs of calls."""
 
     median: float
     quartiles: tuple[float, float]
     seconds: tuple[float, float]
-    """Median of each of the two."""
+    """Median time of each function."""
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """From the seconds of neighbouring calls, (numerator, denominator)."""
+        """Make a ratio from the times of neighbouring calls, (numerator, denominator)."""
         quotients = [numerator / denominator for numerator, denominator in pairs]
         numerators, denominators = zip(*pairs, strict=True)
         seconds = statistics.median(numerators), statistics.median(denominators)
@@ -175,9 +174,9 @@ class Ratio(NamedTuple):
 def ratio_in_turns(
     numerator: Callable[[int], object], denominator: Callable[[int], object], turns: int
 ) -> Ratio:
-    """Time of `numerator(turn)` over that of `denominator(turn)`, on a CPU.
+    """Measure the time ratio of `numerator(turn)` to `denominator(turn)` on a CPU.
 
-    Each turn runs both, one turn the one first and one turn the other, after one call to warm up.
+    Each turn runs both after a warm-up call. They alternate in going first.
     """
 
     def seconds(call: Callable[[int], object], turn: int) -> float:
@@ -200,7 +199,7 @@ def ratio_in_turns(
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
-    """The slope of log cost over log size by least squares; None from fewer than two sizes."""
+    """Fit the slope of log cost over log size. Returns None for fewer than two sizes."""
     points = [(math.log(x), math.log(y)) for x, y in zip(sizes, costs, strict=True) if y > 0]
     if len({x for x, _ in points}) < 2:
         return None
@@ -212,9 +211,9 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes allocated at the worst moment of the call, above what was allocated before it.
+    """Return the peak memory of a call in bytes, above the memory before it.
 
-    Of NumPy's memory, those that what is returned holds.
+    NumPy's memory counts only if the result still holds it.
     """
     gc.collect()
     if device.type == "cuda":
@@ -227,7 +226,7 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     from torch.profiler import ProfilerActivity, profile
 
-    # torch does not see NumPy's memory, in which the CPU's backend returns large tensors.
+    # The CPU backend returns large tensors in NumPy's memory, invisible to torch.
     is_numpys = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
     tracemalloc.start()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -249,12 +248,13 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
 # ------------------------------------------------------------------------------------------- error
 
 COMPARE_ELEMENTS = 2**26
-"""Compared at once, so that the fp64 difference of a large output is never held whole."""
+"""Entries compared at once, to limit the memory of the fp64 difference."""
 
 
 def max_error(x: Tensor, truth: Tensor) -> float:
-    """max |x − truth|, in fp64; inf where there is a NaN. A layout in sequences is as good as one
-    in tokens: what counts is the order of the entries.
+    """Return max |x − truth| in fp64, or inf if there is a NaN.
+
+    The shapes may differ, but not the order of the entries.
     """
     if x.numel() != truth.numel():
         raise ValueError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
@@ -262,8 +262,10 @@ def max_error(x: Tensor, truth: Tensor) -> float:
 
 
 def mean_error(x: Tensor, truth: Tensor) -> float:
-    """mean |x − truth| over mean |truth|: shows what a gradient's largest entries, in the tokens'
-    columns, hide from `max_error`."""
+    """Return mean |x − truth| over mean |truth|.
+
+    It shows errors outside the tokens' columns, where a gradient has its largest entries.
+    """
     total = 0.0
     scale = 0.0
     for gap, size in _gaps(x, truth):
@@ -273,7 +275,7 @@ def mean_error(x: Tensor, truth: Tensor) -> float:
 
 
 def _gaps(x: Tensor, truth: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(|x − truth|, |truth|) in fp64, a part at a time; inf where there is a NaN."""
+    """Yield (|x − truth|, |truth|) in fp64, in parts; inf for a NaN."""
     flat = x.detach().reshape(-1)
     flat_truth = truth.reshape(-1)
     for start in range(0, flat.numel(), COMPARE_ELEMENTS):

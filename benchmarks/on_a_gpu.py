@@ -1,10 +1,9 @@
-"""The parts of `on_a_gpu.sh` that are Python: every launcher once, the row kernels beside their
-floors, and a trainer's iteration by phase, host wait and kernel.
+"""Python parts of `on_a_gpu.sh`: launchers, row kernels, the fused head, a trainer's iteration.
 
     python -m benchmarks.on_a_gpu smoke | rows | head | trainer | once
 
-`--tiny` runs each at a toy size, on a CPU in Triton's interpreter too: that proves this file and
-times nothing. README.md says what each number decides.
+`--tiny` runs each at toy size, also on a CPU in Triton's interpreter, to test this file. README.md
+explains the use of each number.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": 
 
 
 class Bench:
-    """Prints a line per measurement, and no more of them when the time is up."""
+    """Prints a line per measurement until the time is up."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device = device
@@ -41,14 +40,14 @@ class Bench:
     def line(
         self, name: str, call: Callable[[], object], *, bytes_: int = 0, flop: int = 0
     ) -> float | None:
-        """Prints the times of calls that move these bytes or do these FLOP; the best, seconds."""
+        """Print the times of a call with these bytes or FLOP; return the best, in seconds."""
         if time.monotonic() > self.end:
             print(f"{name:56s} skipped: the time is up")
             return None
         try:
             call()
             timing = self._time(call)
-        except Exception as error:  # the others are still worth measuring
+        except Exception as error:  # the other lines still run
             print(f"{name:56s} FAILED {type(error).__name__}: {str(error)[:90]}")
             return None
         best = timing.quartiles[0]
@@ -68,14 +67,14 @@ class Bench:
     def _time(self, call: Callable[[], object]) -> measure.Timing:
         if self.device.type == "cuda":
             return measure.time_calls({"": call}, self.device, seconds=0.05)[""]
-        begin = time.perf_counter()  # Triton's interpreter: once is enough, and times nothing
+        begin = time.perf_counter()  # in Triton's interpreter once is enough
         call()
         seconds = time.perf_counter() - begin
         return measure.Timing(seconds, (seconds, seconds), 1)
 
 
 def rows_of(n: int, vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Operands of `fastppo.ppo_loss` near the rollout's policy."""
+    """Return operands of `fastppo.ppo_loss` close to the rollout policy."""
     logits = torch.empty(n, vocab, dtype=dtype, device=device).normal_(0, 3)
     tokens = torch.randint(vocab, (n,), device=device)
     old = fastppo.token_logprobs(logits, tokens, backend="triton")
@@ -89,13 +88,13 @@ def rows_of(n: int, vocab: int, device: torch.device, dtype: torch.dtype) -> dic
 
 
 def loss(operands: dict[str, Any], **more: Any) -> None:
-    """The loss with the gradient of the logits, which the forward pass writes."""
+    """Run the loss and the gradient of the logits, written by the forward pass."""
     logits = operands["logits"].detach().requires_grad_()
     fastppo.ppo_loss(**operands | {"logits": logits}, **CLIPPED, **more).loss.backward()
 
 
 def smoke(bench: Bench, tiny: bool) -> None:
-    """Every launcher once, so that one mistake shows before the tests compile for minutes."""
+    """Run every launcher once, to find mistakes before the tests compile for minutes."""
     device = bench.device
     operands = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
     logits = operands["logits"]
@@ -145,13 +144,13 @@ def smoke(bench: Bench, tiny: bool) -> None:
             call()
             bench.wait()
             print("ok    ", name, flush=True)
-        except Exception as error:  # the others are to be seen too
+        except Exception as error:  # the other launchers still run
             print("FAILED", name, type(error).__name__, str(error)[:300])
             traceback.print_exc(limit=-2)
 
 
 def rows(bench: Bench, tiny: bool) -> None:
-    """The row kernels beside their floors, and the host's share."""
+    """Time the row kernels against their floors, and the host."""
     n, vocab = (2, 1040) if tiny else (8192, 151936)
     operands = rows_of(n, vocab, bench.device, torch.bfloat16)
     size = operands["logits"].nbytes
@@ -159,7 +158,7 @@ def rows(bench: Bench, tiny: bool) -> None:
     copy = bench.line("copy", partial(torch.clone, operands["logits"]), bytes_=2 * size)
     rate = math.nan if copy is None else 2 * size / copy
     floors = "floors {:.2f} and {:.2f} ms".format(*(1e3 * n * size / rate for n in (1, 2)))
-    print(f"--- as they are: N = {n}, V = {vocab}, bf16; {floors} at the copy's rate")
+    print(f"--- N = {n}, V = {vocab}, bf16; {floors} at the copy's rate")
     bench.line("statistics", stats, bytes_=size)
     bench.line("loss", partial(loss, operands), bytes_=2 * size)
     k3 = {"ref_logprobs": operands["old_logprobs"], "kl_coef": 0.1, "kl_estimator": "k3"}
@@ -169,9 +168,9 @@ def rows(bench: Bench, tiny: bool) -> None:
     bench.line("loss, soft-cap", partial(loss, operands, softcap=30.0), bytes_=2 * size)
     del operands, stats, k3, both
     odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
-    print(f"--- rows off 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")
+    print(f"--- rows not aligned to 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")
     bench.line("loss, V = 50257", partial(loss, odd), bytes_=2 * odd["logits"].nbytes)
-    print("--- a call on small tensors, microseconds of the host")
+    print("--- microseconds of host time of a call on small tensors")
     count = 2 if tiny else host.CALLS
     for cells in [host.HEADER, *host.table(bench.device, compiled=False, count=count)]:
         print(" | ".join(cells))
@@ -184,7 +183,7 @@ def _full_kl(bench: Bench, operands: dict[str, Any]) -> None:
 
 
 def head(bench: Bench, tiny: bool) -> None:
-    """The fused head by chunk size: the loss with its gradients, and the statistics."""
+    """Time the fused head by chunk size: the loss with gradients, and the statistics."""
     n, vocab = (8, 512) if tiny else (8192, 151936)
     for width in (32,) if tiny else (4096, 896):
         hidden = torch.randn(n, width, device=bench.device).bfloat16()
@@ -216,7 +215,7 @@ def _head_loss(
 
 
 def trainer(bench: Bench, tiny: bool) -> None:
-    """One iteration of a 0.5B model: seconds and peak memory by phase, host waits, kernels."""
+    """Run an iteration of a 0.5B model: seconds and peak memory by phase, host waits, kernels."""
     from rich.console import Console
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -260,14 +259,14 @@ def trainer(bench: Bench, tiny: bool) -> None:
         )
         begin = time.perf_counter()
         iterate(ours)
-        print(f"first iteration, compiling: {time.perf_counter() - begin:.2f} s")
+        print(f"first iteration, with compilation: {time.perf_counter() - begin:.2f} s")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         metrics = iterate(ours)
         for name, value in metrics.items():
             if name.startswith("seconds/") or name in ("tokens_per_second", "useful_share"):
                 print(f"  {name:24s} {value:10.3f}")
-        print(f"  ms a decoding step       {1e3 * metrics['seconds/generate'] / response:10.2f}")
+        print(f"  ms per decoding step     {1e3 * metrics['seconds/generate'] / response:10.2f}")
         if on_gpu:
             print(f"  peak memory              {torch.cuda.max_memory_allocated() / 1e9:10.2f} GB")
             for place, count in _host_waits(lambda: iterate(ours)):
@@ -275,8 +274,7 @@ def trainer(bench: Bench, tiny: bool) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as traced:
             iterate(ours)
-        # An operator has the device time of the kernels that it launched, an annotation that of all
-        # within it: kernels alone, each once.
+        # Operators and annotations include the time of their kernels, so only kernels count.
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         alone = [
@@ -294,14 +292,14 @@ def trainer(bench: Bench, tiny: bool) -> None:
 
 
 def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
-    """(line of ours, times) that the host waited for the device."""
+    """Return (line of FastPPO, number of waits for the device)."""
     import fastppo_kernels
 
     packages = [Path(package.__path__[0]) for package in (fastppo, fastppo_kernels)]
     waits: collections.Counter[str] = collections.Counter()
 
     def count(message: Any, *rest: Any, **more: Any) -> None:
-        if "called a synchronizing" in str(message):  # and not that there are others
+        if "called a synchronizing" in str(message):  # no other warnings
             frames = traceback.extract_stack()
             own = [f for f in frames if any(map(Path(f.filename).is_relative_to, packages))]
             waits[f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "elsewhere"] += 1
@@ -320,7 +318,7 @@ def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 def once(bench: Bench, tiny: bool) -> None:
-    """The loss alone, for a profiler of the hardware's counters."""
+    """Run the loss alone, for a profiler with hardware counters."""
     n, vocab = (2, 1040) if tiny else (8192, 151936)
     operands = rows_of(n, vocab, bench.device, torch.bfloat16)
     for _ in range(3):
@@ -334,8 +332,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_a_gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=240, help="no line is begun after them")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, which time nothing")
+    parser.add_argument(
+        "--seconds", type=float, default=240, help="time limit for the start of a measurement"
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to test the code")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     PARTS[options.part](Bench(torch.device(options.device), options.seconds), options.tiny)

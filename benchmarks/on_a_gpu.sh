@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The first half hour on an H100 or H200: three commands of at most ten minutes each.
 #
-#   bash benchmarks/on_a_gpu.sh 1    right: every launcher once, then the tests that need a GPU
-#   bash benchmarks/on_a_gpu.sh 2    fast: launch parameters, counters, the suite's rows that matter
-#   bash benchmarks/on_a_gpu.sh 3    whole: the demo, a 0.5B trainer by phase, updates
+#   bash benchmarks/on_a_gpu.sh 1    correctness: every launcher once, then the GPU tests
+#   bash benchmarks/on_a_gpu.sh 2    speed: launch parameters, counters, the main rows of the suite
+#   bash benchmarks/on_a_gpu.sh 3    end to end: the demo, a 0.5B trainer by phase, updates
 #
-# Results go to $OUT, at most eight files a command; `python -m benchmarks keep` takes suite.json and
-# training.json. Each stage has its own time limit, so that what was measured is always there.
-# TINY=1 runs all stages at toy size on a CPU: it proves the script and times nothing.
+# Results go to $OUT, at most eight files per command; `python -m benchmarks keep` takes suite.json and
+# training.json. Each stage has its own time limit, so finished measurements are always saved.
+# TINY=1 runs all stages at toy size on a CPU, to test the script.
 set -u -o pipefail
 step=${1:?1, 2 or 3}
 out=${OUT:-runs/on_a_gpu}; mkdir -p "$out"
@@ -18,9 +18,9 @@ scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
 tiny=${TINY:+--tiny --device cpu}
 device=cuda; [ -n "${TINY:-}" ] && device=cpu
 part() { timeout "$1" "$python" -m benchmarks.on_a_gpu "$2" --seconds "$(($1 - 20))" $tiny 2>&1 | tee "$out/$2.txt"; }
-suite() {  # NAME SECONDS --case …: rows of the suite, written case by case
+suite() {  # NAME SECONDS --case …: run cases of the suite, saved one by one
   local name=$1 left=$2; shift 2
-  [ "$left" -ge 40 ] || { echo "no time is left"; return; }
+  [ "$left" -ge 40 ] || { echo "no time left"; return; }
   timeout -s INT -k 10 "$left" "$python" -m benchmarks "$@" --no-compile --device "$device" ${TINY:+--quick} \
     --seconds $((left * 3 / 4)) --out "$scratch/$name" 2>&1 | cut -c1-150 | tail -60
   cp "$scratch/$name/results.json" "$out/$name.json"
@@ -34,8 +34,8 @@ case $step in
   say "every launcher once"
   part 120 smoke
   say "tests that need a GPU"
-  # What needs one is marked, in these files; 12 processes, for nearly all of the time is compiling
-  # variants. Interrupted, pytest still says what failed.
+  # 12 processes, since most of the time goes to compilation. An interrupted pytest still lists
+  # failures.
   [ -n "${TINY:-}" ] || timeout -s INT -k 15 430 "$python" -m pytest -q -m gpu -n 12 -p no:cacheprovider \
     tests/kernels tests/ppo/test_trainer.py --durations 8 > "$out/tests.txt" 2>&1
   [ -n "${TINY:-}" ] || grep -E '^(FAILED|ERROR)|passed|failed' "$out/tests.txt" | cut -c1-180 | tail -40
@@ -43,7 +43,7 @@ case $step in
 2)
   say "row kernels"
   part 100 rows
-  say "their programs: rows for kernels/fastppo_kernels/triton/programs.py"
+  say "their program sizes: rows for kernels/fastppo_kernels/triton/programs.py"
   timeout 120 "$python" -m benchmarks tune --seconds 100 --device "$device" ${TINY:+--quick} 2>&1 | tee "$out/programs.txt"
   say "fused head, by chunk size"
   part 100 head
@@ -51,7 +51,7 @@ case $step in
   command -v ncu > /dev/null && timeout 60 ncu --clock-control none -k regex:_ppo_loss_kernel -c 1 -s 2 --metrics \
 gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_sector_hit_rate.pct,lts__t_sector_hit_rate.pct,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active \
     "$python" -m benchmarks.on_a_gpu once $tiny 2>&1 | tee "$out/counters.txt" | grep __
-  say "the suite's rows, those that matter first"
+  say "rows of the suite, the main ones first"
   suite suite $((585 - SECONDS)) --case loss --case linear-loss --case statistics --case linear-logprobs \
     --case advantages --case gae --case whiten
   ;;

@@ -1,10 +1,10 @@
-"""How each peer is called: one small function per package and operation, and nothing copied.
+"""Calls to other packages: one small function per package and operation, nothing copied.
 
-Every function here takes the device, imports its package, and returns callables with the signature
-of the case that they are in. `UnsupportedError` says what a package cannot do on that device; an
-ImportError or AttributeError of a package that has changed is reported in its row. A loss or a loop
-that a package has only inside a trainer's method cannot be called: then the package's logprobs are
-used, and the loss around them is `clipped_loss`, which is what those trainers spell out.
+Every function takes the device, imports its package, and returns a callable with the signature of
+the case. It raises `UnsupportedError` if the package cannot run on the device. If a package has
+changed, its ImportError or AttributeError is reported in its row. Some packages have their loss
+only inside a trainer's method. For these, `clipped_loss` computes the same loss from their
+logprobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.case import UnsupportedError
 from benchmarks.measure import Inputs
 
-# TRL says once that its PPO is experimental; that is known.
+# Silences TRL's warning about experimental code.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 CLIP_RATIO = 0.2
@@ -32,13 +32,13 @@ GAMMA = 1.0
 LAM = 0.95
 
 Stats = Callable[..., tuple[Tensor, Tensor | None]]
-"""(logits, tokens) or (hidden, weight, tokens) → logprobs, and the entropy where there is one."""
+"""(logits, tokens) or (hidden, weight, tokens) → logprobs, and entropy or None."""
 
 NEEDS_GPU = "its Triton kernel needs a GPU"
 
 
 class Loss(NamedTuple):
-    """A loss with its gradient, called like the case's loss, and what it wants done beforehand."""
+    """A differentiable loss with the case's signature, and the preparation of its inputs."""
 
     call: Callable[..., Tensor]
     prepare: Callable[[Inputs], Inputs] | None = None
@@ -63,7 +63,7 @@ def clipped_loss(
     advantages: Tensor,
     entropy_coef: float,
 ) -> Tensor:
-    """The mean of PPO's clipped loss per token, given logprobs: plain PyTorch."""
+    """Compute the mean of PPO's clipped loss from logprobs in plain PyTorch."""
     ratio = torch.exp(logprobs - old_logprobs)
     clipped = ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
     loss = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -82,7 +82,7 @@ def trl_stats(device: torch.device) -> Stats:
     def stats(
         logits: Tensor, tokens: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        batched = logits.float().unsqueeze(0)  # it loops over the first axis, a batch
+        batched = logits.float().unsqueeze(0)  # it loops over the batch
         logprobs = utils.selective_log_softmax(batched, tokens.unsqueeze(0)).squeeze(0)
         return logprobs, utils.entropy_from_logits(batched).squeeze(0) if with_entropy else None
 
@@ -91,19 +91,21 @@ def trl_stats(device: torch.device) -> Stats:
 
 TRL_COLUMNS = 8192
 TRL_KERNEL_COLUMNS = 32768
-"""Of a chunk: TRL 1.12 leaves it to the user, its newest trainers take the second."""
+"""Columns per chunk. Users choose the first in TRL 1.12; newer trainers use the second."""
 
 
 def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) -> Stats:
-    """The function under its trainers' chunked lm-head: since TRL 1.16 in `trl.kernels`, cuBLAS on
-    tiles and a Triton kernel on each (torch's operations on a CPU), formed again in the backward
-    pass; before, in PyTorch, with an entropy that has no gradient."""
+    """Return the chunked lm-head of TRL's trainers.
+
+    TRL 1.16 has it in `trl.kernels`: cuBLAS and a Triton kernel per tile (torch on a CPU),
+    recomputed in the backward pass. Earlier releases use PyTorch, with an entropy without gradient.
+    """
     try:
         kernel = _module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     except ModuleNotFoundError as error:
         if entropy_gradient:
             raise UnsupportedError(
-                f"its entropy has a gradient since 1.16, got {importlib.metadata.version('trl')}"
+                f"its entropy has no gradient before 1.16, got {importlib.metadata.version('trl')}"
             ) from error
         function = _module("trl.trainer.utils")._ChunkedLogProbFunction
         return lambda hidden, weight, tokens, with_entropy=True: function.apply(
@@ -123,22 +125,24 @@ def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) ->
 
 
 def trl_kernel_stats(device: torch.device) -> Stats:
-    """Logprob and entropy in one pass over the logits, both with a gradient. Triton's interpreter
-    runs it on a CPU, which proves its values and times nothing."""
+    """Return logprob and entropy from one pass over the logits, both differentiable.
+
+    On a CPU it runs in Triton's interpreter, to check values.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         need_gpu(device)
     try:
         function = _module("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"its kernel came with 1.16, got {importlib.metadata.version('trl')}"
+            f"its kernel needs 1.16, got {importlib.metadata.version('trl')}"
         ) from error
     return lambda logits, tokens, with_entropy=True: function(logits, tokens)
 
 
 def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
-    # Padding is zeroed after it, as its trainer does.
+    # Its trainer zeroes the padding afterwards.
     return lambda x, mask: function(x, mask).masked_fill(~mask, 0.0)
 
 
@@ -151,7 +155,7 @@ def verl_stats(device: torch.device) -> Stats:
     def stats(
         logits: Tensor, tokens: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        logits = logits.float()  # autocast does it in its workers
+        logits = logits.float()  # like autocast in its workers
         logprobs = functional.logprobs_from_logits(logits, tokens, inplace_backward=False)
         return logprobs, functional.entropy_from_logits(logits) if with_entropy else None
 
@@ -159,8 +163,8 @@ def verl_stats(device: torch.device) -> Stats:
 
 
 def verl_loss(device: torch.device) -> Callable[..., Tensor]:
-    """Its `compute_policy_loss` on its logprobs, with the dual clip out of reach."""
-    # Its successor wants the trainer's whole config; the loss in it is the same.
+    """Return verl's `compute_policy_loss` on its logprobs, without a dual clip."""
+    # Its successor computes the same loss, but needs the trainer's whole config.
     warnings.filterwarnings("ignore", ".*compute_policy_loss' is deprecated", FutureWarning)
     stats = verl_stats(device)
     policy_loss = _module("verl.trainer.ppo.core_algos").compute_policy_loss
@@ -183,7 +187,7 @@ def verl_loss(device: torch.device) -> Callable[..., Tensor]:
 
 
 def verl_linear_stats(device: torch.device) -> Stats:
-    """Chunks of 512 rows in PyTorch, recomputed in the backward pass."""
+    """Return the PyTorch version: chunks of 512 rows, recomputed in the backward pass."""
     fused = _module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
     return lambda hidden, weight, tokens, with_entropy=True: fused(hidden, weight, tokens)
 
@@ -197,7 +201,7 @@ def verl_linear_kernel(device: torch.device) -> Stats:
 
 
 def verl_gae(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(rewards, values, mask) → whitened advantages, returns. Its whitening cannot be left out."""
+    """Return (rewards, values, mask) → advantages, returns. It always whitens."""
     function = _module("verl.trainer.ppo.core_algos").compute_gae_advantage_return
 
     def gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,13 +236,15 @@ def verl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def sequence_length(n: int) -> int:
-    """Tokens of a sequence, for losses with one advantage per sequence: see `losses`."""
+    """Return tokens per sequence, for losses with one advantage per sequence."""
     return next((size for size in (1024, 128) if n % size == 0 and n >= 4 * size), n)
 
 
 def liger_loss(device: torch.device) -> Loss:
-    """Its Triton GRPO loss. It wants logits [B, L + 1, V] of which it leaves the last row alone,
-    and one advantage per sequence."""
+    """Return Liger's Triton GRPO loss.
+
+    It takes logits [B, L + 1, V], ignores the last row, and has one advantage per sequence.
+    """
     need_gpu(device)
     function = _module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
@@ -273,10 +279,10 @@ def liger_loss(device: torch.device) -> Loss:
 
 
 def liger_linear_loss(device: torch.device) -> Loss:
-    """Its chunked GRPO loss: PyTorch in chunks of rows and columns, recomputed for the gradient."""
+    """Return Liger's GRPO loss in PyTorch, in chunks recomputed for the gradient."""
     module = _module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
         beta=0.0,
-        compiled=device.type == "cuda",  # its default; on a CPU it changes nothing
+        compiled=device.type == "cuda",  # the default; without effect on a CPU
         use_ref_model=False,
         epsilon_low=CLIP_RATIO,
         epsilon_high=CLIP_RATIO,
@@ -306,14 +312,16 @@ def liger_linear_loss(device: torch.device) -> Loss:
 
 
 def liger_linear_stats(device: torch.device) -> Stats:
-    """`LigerFusedLinearScaledCrossEntropyFunction`, the per-token logprob and entropy with their
-    gradients: on sm_90 one kernel, logits formed again in the backward pass; elsewhere chunks of
-    512 rows in PyTorch, after verl. Its entropy has the dtype of the hidden states."""
+    """Return `LigerFusedLinearScaledCrossEntropyFunction`: logprob and entropy with gradients.
+
+    On sm_90 it is one kernel and recomputes the logits in the backward pass; elsewhere PyTorch in
+    chunks of 512 rows, after verl. Its entropy has the dtype of the hidden states.
+    """
     try:
         function = _module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     except AttributeError as error:
         raise UnsupportedError(
-            f"its function came with 0.8.2, got {importlib.metadata.version('liger-kernel')}"
+            f"its function needs 0.8.2, got {importlib.metadata.version('liger-kernel')}"
         ) from error
 
     def stats(
@@ -331,7 +339,7 @@ def liger_linear_stats(device: torch.device) -> Stats:
 
 
 def cce_path(device: torch.device) -> str:
-    """Its kernels need a GPU; elsewhere it has a compiled fallback of the same signature."""
+    """Return its implementation: kernels on a GPU, otherwise a compiled fallback."""
     return "cce" if device.type == "cuda" else "torch_compile"
 
 
@@ -350,7 +358,7 @@ def cce_linear_stats(device: torch.device, **options: Any) -> Stats:
 
 # ------------------------------------------------------------------------------------------ QuACK
 
-NEEDS_HOPPER = "its kernels need a GPU of the Hopper generation or later"
+NEEDS_HOPPER = "its kernels need a Hopper GPU or newer"
 
 
 def _need_hopper(device: torch.device) -> None:
@@ -371,12 +379,13 @@ def quack_linear_stats(device: torch.device) -> Stats:
 def quack_linear_cross_entropy(
     device: torch.device, *, scaled_exp: bool
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The mean of −logprob, its gradient formed in the forward pass. No token has a weight of its
-    own in it, so it is no PPO loss.
+    """Return QuACK's mean −logprob, with the gradient computed in the forward pass.
+
+    It has no weights per token, so it is not a PPO loss.
 
     Args:
-        scaled_exp: e^z with an exponent per row and tile in place of the logits, and no gradient of
-            the logits written; bf16 on sm_90, V a multiple of 128. Else its pipeline of before.
+        scaled_exp: store e^z with an exponent per row and tile instead of logits, and no gradient
+            of the logits; bf16 on sm_90, V a multiple of 128. Otherwise use the older pipeline.
     """
     _need_hopper(device)
     function = _module("quack.linear_cross_entropy").chunked_linear_cross_entropy

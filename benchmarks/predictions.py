@@ -1,13 +1,11 @@
-"""What the GPU's rows should come to: computed from bytes, FLOP and counted instructions.
+"""Predicted GPU times, from bytes, FLOP and counted instructions. Nothing here is measured.
 
-Nothing here is measured. `table` sets each prediction beside what the authors of others have
-measured at the shape, and beside the suite's own result where a GPU has run it;
-`python -m benchmarks docs` writes it into docs/benchmarks.md.
+`python -m benchmarks docs` writes the table into docs/benchmarks.md, next to published times of
+other packages and, once a GPU has run the suite, its results.
 
-A prediction is a range. Its low end is the largest of what a kernel moves, issues and
-exponentiates, each at the card's full rate, after the matrix products at theirs. Its high end adds
-what may not overlap: loads that are too few in flight to reach the memory's speed, issue slots that
-stay empty, the ends of rows, and the traffic of an fp32 dW.
+A prediction is a range. The low end is the largest of the times for bytes, instructions and
+exponentials at the card's full rate, plus the matrix products. The high end adds everything without
+overlap: too few loads in flight, empty issue slots, row ends, and the traffic of an fp32 dW.
 """
 
 from __future__ import annotations
@@ -24,37 +22,36 @@ from benchmarks.report import seconds
 from benchmarks.shapes import MODELS, Model
 
 MATMUL_RATES = (700e12, 750e12)
-"""FLOP/s of bf16 products inside an operation: what the best peers' times come to on these cards,
-8·N·H·V over 50.2 ms and 6·N·H·V over 34.4 ms (`HEAD_PEERS`)."""
+"""FLOP/s of bf16 products inside an operation, from the best peers' times on these cards:
+8·N·H·V in 50.2 ms and 6·N·H·V in 34.4 ms (`HEAD_PEERS`)."""
 
 MULTIPROCESSORS = 132
 CLOCK = 1.75e9
-"""Hz, of both cards."""
+"""Hz, on both cards."""
 ISSUED = 128
-"""Instructions of threads that a multiprocessor issues in a clock: 4 of a warp's."""
+"""Thread instructions per multiprocessor and clock: 4 per warp."""
 EXPONENTIALS = 16
-"""That a multiprocessor forms in a clock."""
+"""Per multiprocessor and clock."""
 
 ISSUE_SHARE = 0.85
-"""Of the issue slots that a loop fills: assumed."""
+"""Share of issue slots filled by a loop; assumed."""
 LATENCY = 600e-9
-"""Seconds of a load from memory under load: assumed."""
+"""Seconds of a load from busy memory; assumed."""
 ROW_END = 2900 / CLOCK
-"""Seconds between the last load of a row and the first of the next, where nothing else runs:
-counted in the machine code."""
+"""Seconds between the last load of a row and the first of the next, counted in the machine code."""
 BLOCK_LATENCY = 0.94e-6
-"""Seconds of a block of a scan: its loads and the shuffles of its 256 tokens, one after another."""
+"""Seconds of a block of a scan: its loads, then the shuffles of its 256 tokens."""
 
 
 class Card(NamedTuple):
     name: str
     copy: float
-    """Bytes per second, read and written counted."""
+    """Bytes per second, read and written."""
 
 
 CARDS = (Card("H100", 3.0e12), Card("H200", 4.3e12))
-"""The H200's copy is 90 % of its 4.8 TB/s; the H100's is taken to be that share of its 3.35. TRL's
-kernel reads its logits at 2.8 there (`TRL_STATISTICS`)."""
+"""The H200's copy is 90 % of its 4.8 TB/s. The same share of 3.35 TB/s is assumed for the H100;
+TRL's kernel reads its logits at 2.8 TB/s there (`TRL_STATISTICS`)."""
 
 
 class Range(NamedTuple):
@@ -66,17 +63,19 @@ class Range(NamedTuple):
 
 
 class RowKernel(NamedTuple):
-    """A kernel over rows of bf16 logits. Counts per element come from `tests/tools/cost.py`, for
-    sm_90. A test compares them with the table in kernels/NOTES.md."""
+    """A kernel over rows of bf16 logits, with counts per element on sm_90.
+
+    The counts come from `tests/tools/cost.py`; a test compares them with kernels/NOTES.md.
+    """
 
     passes: int
-    """Over memory, of one row: logits, reference's logits, gradient."""
+    """Passes over a row in memory: logits, reference logits, gradient."""
     instructions: float
     exponentials: float
     programs: int
-    """Resident on a multiprocessor."""
+    """Resident programs per multiprocessor."""
     in_flight: int
-    """Bytes of a multiprocessor's loads."""
+    """Bytes in flight per multiprocessor."""
 
 
 ROW_KERNELS = {
@@ -90,7 +89,7 @@ ROW_KERNELS = {
 
 
 def rows(kernel: RowKernel, n: int, vocab: int, card: Card) -> Range:
-    """Seconds of a kernel over N rows of logits in bf16."""
+    """Predict the seconds of a kernel over N rows of bf16 logits."""
     elements = n * vocab
     moved = 2 * elements * kernel.passes
     slots = MULTIPROCESSORS * CLOCK
@@ -103,7 +102,7 @@ def rows(kernel: RowKernel, n: int, vocab: int, card: Card) -> Range:
 
 
 def _chunks(n: int, model: Model) -> int:
-    """Of the fused head's loss, by its own rule."""
+    """Return the chunks of the fused head's loss, by its own rule."""
     weight = torch.empty(model.vocab, model.hidden, dtype=torch.bfloat16, device="meta")
     spared = linear.accumulator_rows(weight, torch.bfloat16)
     held = linear.chunk_rows(
@@ -113,8 +112,10 @@ def _chunks(n: int, model: Model) -> int:
 
 
 def _dw_traffic(n: int, model: Model, card: Card) -> float:
-    """Seconds for the fp32 dW of several chunks: written by the first, read and written by the
-    others, read and cast after the last. One chunk has none."""
+    """Predict the seconds for the traffic of an fp32 dW; a single chunk has none.
+
+    The first chunk writes it, the others read and write it, and the last read casts it.
+    """
     chunks = _chunks(n, model)
     if chunks == 1:
         return 0.0
@@ -122,19 +123,19 @@ def _dw_traffic(n: int, model: Model, card: Card) -> float:
 
 
 def _products(count: int, n: int, model: Model, rate: float) -> float:
-    """Seconds of `count` products [n, H] × [H, V]."""
+    """Predict the seconds of `count` products [n, H] × [H, V]."""
     return 2 * count * n * model.hidden * model.vocab / rate
 
 
 def head_loss(n: int, model: Model, card: Card, rate: float) -> Range:
-    """The loss from hidden states and its gradients: three products around the row kernel."""
+    """Predict the loss from hidden states with gradients: three products and the row kernel."""
     products = _products(3, n, model, rate)
     around = Range(products, products + _dw_traffic(n, model, card))
     return around.plus(rows(ROW_KERNELS["loss"], n, model.vocab, card))
 
 
 def head_logprobs(n: int, model: Model, card: Card, rate: float) -> Range:
-    """Logprobs from hidden states, no gradient: one product, whose logits are written and read."""
+    """Predict logprobs from hidden states: one product, with logits written and read."""
     product = _products(1, n, model, rate)
     written = 2 * n * model.vocab / card.copy
     return Range(product, product + written).plus(
@@ -143,8 +144,10 @@ def head_logprobs(n: int, model: Model, card: Card, rate: float) -> Range:
 
 
 def head_statistics(n: int, model: Model, card: Card, rate: float) -> Range:
-    """Logprobs and entropy from hidden states, and the gradients of any function of them: the
-    logits are formed twice, four products."""
+    """Predict logprobs and entropy from hidden states with gradients.
+
+    The logits are computed twice, so there are four products.
+    """
     products = _products(3, n, model, rate)
     backward = Range(products, products + _dw_traffic(n, model, card))
     backward = backward.plus(rows(ROW_KERNELS["statistics' backward"], n, model.vocab, card))
@@ -152,8 +155,10 @@ def head_statistics(n: int, model: Model, card: Card, rate: float) -> Range:
 
 
 def scan(bytes_: float, instructions: float, batch: int, length: int, card: Card) -> Range:
-    """Seconds of a scan of [batch, length] tokens, of these bytes and instructions a token. All
-    rows run at once, each a block after another."""
+    """Predict the seconds of a scan of [batch, length] tokens.
+
+    All rows run in parallel, the blocks of a row in sequence.
+    """
     tokens = batch * length
     issue = instructions * tokens / (ISSUED * MULTIPROCESSORS * CLOCK)
     low = max(bytes_ * tokens / card.copy, issue)
@@ -161,8 +166,10 @@ def scan(bytes_: float, instructions: float, batch: int, length: int, card: Card
 
 
 def whitening(batch: int, length: int, card: Card) -> Range:
-    """Seconds of whitening with its moments known: 4 bytes written and a mask read a token, and the
-    advantages, from the cache or from memory."""
+    """Predict the seconds of whitening with known moments.
+
+    Each token has 4 bytes written, a mask read, and 4 bytes read from cache or memory.
+    """
     tokens = batch * length
     return Range(5 * tokens / card.copy, 9 * tokens / card.copy)
 
@@ -172,10 +179,10 @@ def whitening(batch: int, length: int, card: Card) -> Range:
 
 class Work(NamedTuple):
     name: str
-    """A case of the suite, where it has one of this work at this shape."""
+    """Name of the suite's case, if there is one."""
     shape: str
     predict: Callable[..., Range]
-    """By card; of a head by card and FLOP/s of its products."""
+    """Called with the card, and with the FLOP/s of products if there are any."""
     has_products: bool
     peers: str
 
@@ -230,15 +237,15 @@ def works() -> list[Work]:
     return cases
 
 
-HEADER = ["work", *(card.name for card in CARDS), "others have measured", "measured"]
+HEADER = ["work", *(card.name for card in CARDS), "published by others", "measured"]
 NOT_MEASURED = "not measured"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row for each work, under `HEADER`; of products the range over `MATMUL_RATES`.
+    """Return a row per work, with the columns of `HEADER`. Products span `MATMUL_RATES`.
 
     Args:
-        records: results of the suite, from which the last column is taken.
+        records: results of the suite, for the last column.
     """
     cells = []
     for work in works():
@@ -256,7 +263,7 @@ def _cell(work: Work, card: Card) -> str:
 
 
 def _shown(one: Range) -> str:
-    """“1.16 to 1.26 ms”."""
+    """Format a range as "1.16 to 1.26 ms"."""
     low, unit = seconds(one.low).split()
     high = seconds(one.high)
     if not high.endswith(f" {unit}"):

@@ -1,4 +1,4 @@
-"""What a run says in text: units, a table in the terminal, and a JSON file per device."""
+"""Units, the table in the terminal, and a JSON file per device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 
 WIDTH = 150
-"""Columns where the output is no terminal."""
+"""Width without a terminal."""
 
 WIDE = 120
-"""Columns that the whole table needs; in a narrower terminal it leaves out what JSON has."""
+"""Width of the whole table. Narrower terminals get fewer columns."""
 
 FAINT = {"absent", "unsupported", "skipped"}
 
@@ -37,7 +37,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in powers of ten."""
+    """Format bytes in powers of ten."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= factor:
             return f"{digits(value / factor)} {unit}"
@@ -45,7 +45,7 @@ def size(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits (two below 1), never in powers of ten."""
+    """Format three significant digits (two below 1) without an exponent."""
     if value == 0:
         return "0"
     if abs(value) < 1:
@@ -58,7 +58,7 @@ def exponent(value: float | None) -> str:
 
 
 def device_title(device: dict[str, Any]) -> str:
-    """“NVIDIA H200”, or “AMD EPYC, 2 threads”."""
+    """Return "NVIDIA H200" or "AMD EPYC, 2 threads"."""
     if device["type"] != "cpu":
         return device["name"]
     threads = device["threads"]
@@ -66,7 +66,7 @@ def device_title(device: dict[str, Any]) -> str:
 
 
 def ceilings_line(record: dict[str, Any]) -> str:
-    """The ceilings of a run, as a person reads them."""
+    """Format the ceilings of a run."""
     ceilings = record["ceilings"]
     matmul = ", ".join(
         f"{digits(value / 1e12)} TFLOP/s {dtype}"
@@ -80,7 +80,7 @@ def ceilings_line(record: dict[str, Any]) -> str:
 
 
 def results_path(record: dict[str, Any]) -> Path:
-    """benchmarks/results/<device>.json, say nvidia-h200.json."""
+    """Return benchmarks/results/<device>.json, for example nvidia-h200.json."""
     name = re.sub(r"[^a-z0-9]+", "-", record["device"]["name"].lower()).strip("-")
     return RESULTS / f"{name}.json"
 
@@ -91,34 +91,34 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """
+    """Read a results file.
+
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no results file.
+        ValueError: it is not a results file.
     """
     record = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or "format" not in record:
-        raise ValueError(f"{path} does not say its format")
+        raise ValueError(f"{path} has no format")
     return record
 
 
 def joined(kept: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """A results file with the cases that another run of its device measured, in place of the same
-    or behind the others.
+    """Merge the cases of another run on the same device into its results.
 
     Raises:
-        ValueError: the runs are of different days, packages or sets: the file says one of each.
+        ValueError: the runs differ in day, packages or set.
     """
     for name in ("format", "set", "packages"):
         if kept[name] != part[name]:
             raise ValueError(
-                f"its {name}: {kept[name]}, and of the new results {part[name]}: measure "
-                "the whole set anew, or delete the file"
+                f"its {name} is {kept[name]}, but the new results have {part[name]}: measure "
+                "the whole set again, or delete the file"
             )
     if kept["date"][:10] != part["date"][:10]:
         raise ValueError(
-            f"it is of {kept['date'][:10]}, and the new results are of {part['date'][:10]}: "
-            "measure the whole set anew, or delete the file"
+            f"it is from {kept['date'][:10]}, but the new results are from {part['date'][:10]}: "
+            "measure the whole set again, or delete the file"
         )
     cases = {(case["case"], case["shape"], case["dtype"]): case for case in kept["cases"]}
     for case in part["cases"]:
@@ -143,9 +143,9 @@ def print_table(record: dict[str, Any], to: Console) -> None:
     shown = range(len(columns)) if wide else (0, 4, 5)
     table = Table(
         title=f"{device_title(record['device'])} · {ceilings_line(record)}",
-        caption="floor: compulsory bytes and FLOP at those ceilings · ± half the distance between "
-        "the quartiles · extra: peak memory above the inputs' · error: worst output, in units of "
-        "its largest entry",
+        caption="floor: compulsory bytes and FLOP at these ceilings · ± half the interquartile "
+        "range · extra: peak memory above the inputs · error: worst output, in units of its "
+        "largest entry",
         title_justify="left",
         caption_justify="left",
     )
@@ -160,9 +160,9 @@ def print_table(record: dict[str, Any], to: Console) -> None:
             f"floor {seconds(case['floor_seconds'])}",
         ]
         rows = [row for row in case["rows"] if row["status"] not in FAINT]
-        if not rows:  # nobody ran: all that there is to say stands below the table
+        if not rows:  # reported below the table
             continue
-        # The case's three lines stand beside its providers.
+        # The case's three lines share the rows of its providers.
         for line, row in itertools.zip_longest(title, rows):
             fields = _fields(row) if row else [""] * len(columns)
             provider = row["provider"] if row else ""
@@ -217,8 +217,10 @@ def _print_growth(sweep: dict[str, Any], to: Console) -> None:
 
 
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(line, whether it is a fault) for each provider without a time, with its cases; one line for
-    all that are not installed, and one for all cases whose turn came too late."""
+    """Return (line, whether it is a fault) for each provider without a time.
+
+    All absent packages share one line, and so do all skipped cases.
+    """
     absent: dict[str, None] = {}
     late: dict[str, list[str]] = {}
     cases_by_reason: dict[tuple[str, str, str], list[str]] = {}
@@ -240,7 +242,7 @@ def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
         for (provider, status, detail), names in cases_by_reason.items()
     ]
     lines += [
-        (f"{'; '.join(dict.fromkeys(names))}: {detail}; --seconds gives a run more time", False)
+        (f"{'; '.join(dict.fromkeys(names))}: {detail}; raise it with --seconds", False)
         for detail, names in late.items()
     ]
     if absent:

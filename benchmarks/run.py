@@ -1,4 +1,4 @@
-"""Runs cases: each provider is proven right on the case's input, and only then measured."""
+"""Run cases: check each provider on the case's input, then measure it."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ PACKAGES = (
 )
 
 FORMAT = 2
-"""Of the results file; raised when a field changes its meaning."""
+"""Version of the results file, raised if a field changes its meaning."""
 
 SWEEP_SHARE = 0.3
-"""Of the time per provider, for each point of a sweep."""
+"""Share of the time per provider for each point of a sweep."""
 
 Progress = Callable[[str], None]
 
 
 class Row(NamedTuple):
-    """One provider of one case."""
+    """The result of a provider on a case."""
 
     provider: str
     status: str
-    """timed, bound (timed, and no implementation), wrong, absent, unsupported, failed or skipped;
-    all but the first two have a detail and no time."""
+    """timed, bound (a timed lower bound), wrong, absent, unsupported, failed or skipped. Only the
+    first two have a time, the others have a detail."""
     detail: str = ""
     error: float | None = None
-    """The worst output's, in units of its scale."""
+    """Error of the worst output, in units of its scale."""
     peak_extra_bytes: int | None = None
     timing: Timing | None = None
 
@@ -74,7 +74,7 @@ def run_case(
     compiled: bool = True,
     progress: Progress = lambda line: None,
 ) -> Result:
-    """Checks, weighs and times every provider of a case, `seconds` each."""
+    """Check every provider of a case, then measure its memory and time, `seconds` each."""
     try:
         rows = _measured_rows(case, device, seconds, compiled, progress)
     finally:
@@ -158,7 +158,7 @@ and 5e-3 from hidden states; an entropy bonus left out is 1e-2 to 8e-2."""
 
 
 def check(case: Case, provider: Provider, inputs: Inputs, truth: dict[str, Truth]) -> Row:
-    """A row whose status is right, wrong or failed. The call warms the provider up, too."""
+    """Return a row with the status right, wrong or failed. The call also warms up."""
     name = provider.name
     try:
         outputs = provider.call(provider.own_inputs(inputs))
@@ -175,7 +175,7 @@ def check(case: Case, provider: Provider, inputs: Inputs, truth: dict[str, Truth
             errors[key] = measure.max_error(x, truth[key].values) / truth[key].scale
             if key.endswith("_grad"):
                 mean_errors[key] = measure.mean_error(x, truth[key].values)
-    except Exception as error:  # a peer may raise anything, and the others still have to run
+    except Exception as error:  # peers can raise anything; the others still run
         return Row(name, "failed", _one_line(error))
     worst = max(errors, key=lambda key: errors[key])
     if not errors[worst] <= case.tolerance:
@@ -201,12 +201,12 @@ def run(
     progress: Progress = lambda line: None,
     save: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Runs a set, and gives its record as the JSON has it.
+    """Run a set and return its results as JSON data.
 
     Args:
-        names: of the cases, see `benchmarks.CASES`.
-        compiled: `torch.compile` takes part; in sweeps it does not.
-        save: takes the record after each case, with what there is by then.
+        names: cases to run, see `benchmarks.CASES`.
+        compiled: include `torch.compile`, except in sweeps.
+        save: called with the partial results after each case.
     """
     start = time.monotonic()
     chosen = cases.cases(work, names)
@@ -217,7 +217,7 @@ def run(
         "date": now(),
         "set": work.name,
         "device": describe_device(device),
-        # torch's version string says which build it is: 2.11.0+cu130
+        # torch's own version includes the build: 2.11.0+cu130
         "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
         "load_average_before": _load_average(),
         "cases": [],
@@ -239,10 +239,10 @@ def run(
         title = titles[id(case)]
         floor = ceilings.floor(case.bytes_moved, case.flop, case.dtype)
         ours_and_eager = [provider.name for provider in case.providers]
-        # The first is measured however long the ceilings took: it may be all that was asked for.
+        # The first case always runs, even if the ceilings took all the time.
         if case is not every[0] and time.monotonic() - start > work.seconds:
             progress(f"{title}: skipped")
-            detail = f"skipped, since {work.seconds:.0f} s were over before its turn"
+            detail = f"skipped after the time limit of {work.seconds:.0f} s"
             return Result(case, floor, [Row(name, "skipped", detail) for name in ours_and_eager])
         progress(title)
         try:
@@ -254,7 +254,7 @@ def run(
                 compiled=with_compiled,
                 progress=lambda line: progress(f"{title}: {line}"),
             )
-        except Exception as error:  # out of memory, say: the other cases still have to run
+        except Exception as error:  # such as out of memory; the other cases still run
             detail = _one_line(error)
             progress(f"{title} failed: {detail}")
             return Result(case, floor, [Row(name, "failed", detail) for name in ours_and_eager])
@@ -294,7 +294,7 @@ def describe(result: Result) -> dict[str, Any]:
 
 
 def _describe_row(row: Row, case: Case, floor: float) -> dict[str, Any]:
-    """Every field in every row: null where there is nothing to say."""
+    """Return all fields of a row, None without a value."""
     timing = row.timing
     return {
         "provider": row.provider,
@@ -313,7 +313,7 @@ def _describe_row(row: Row, case: Case, floor: float) -> dict[str, Any]:
 
 
 def describe_sweep(sweep: Sweep, points: list[tuple[int, Result]]) -> dict[str, Any]:
-    """The points, and for each provider the exponents of its time and memory over the size."""
+    """Return the points of a sweep, and each provider's growth exponents of time and memory."""
     series: dict[str, list[tuple[float, float, float]]] = {}
     for size, result in points:
         for row in result.rows:
@@ -352,7 +352,7 @@ def now() -> str:
 
 
 def _load_average() -> list[float] | None:
-    """Of 1, 5 and 15 minutes; a busy machine's times are to be read with care."""
+    """Return the load average over 1, 5 and 15 minutes."""
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 

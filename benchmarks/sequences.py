@@ -1,6 +1,6 @@
-"""Cases of the advantages: GAE, shaping with GAE and whitening, whitening alone.
+"""Cases of the advantages: GAE, whitening, and both with reward shaping.
 
-Responses are padded to T, as a trainer holds them; padding holds noise that has to be ignored.
+Responses are padded to T with noise, which providers must ignore.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from benchmarks.peers import GAMMA, KL_COEF, LAM
 from benchmarks.shapes import Sequences
 
 LOOP = "Python loop"
-"""The loop over time of every trainer that has no kernel for it; TRL's is inside
-`PPOTrainer.train`, where it cannot be called."""
+"""The loop over time of trainers without a kernel. TRL's cannot be called: it is inside
+`PPOTrainer.train`."""
 
 SEQUENCE_TOLERANCE = 1e-4
-"""Of the largest advantage: a sum of up to 10⁵ fp32 terms, of which λ keeps some tens."""
+"""In units of the largest advantage: a sum of up to 10⁵ fp32 terms, weighted by powers of λ."""
 
 
 def response_lengths(shape: Sequences) -> list[int]:
-    """From T down to half of it, evenly: the same in every run, so that bytes are known."""
+    """Return lengths from T down to T/2, equal in every run, to make the bytes known."""
     return [shape.length - b * shape.length // (2 * shape.batch) for b in range(shape.batch)]
 
 
@@ -47,7 +47,7 @@ def response_mask(shape: Sequences, device: torch.device) -> Tensor:
 
 
 def draw_sequences(shape: Sequences, seed: int, device: torch.device) -> Inputs:
-    """Padded entries of what a model computes there are noise, and have to be ignored."""
+    """Draw inputs with noise in the padding."""
     size = (shape.batch, shape.length)
     names = ("rewards", "values", "logprobs", "ref_logprobs")
     drawn = {
@@ -61,7 +61,7 @@ def draw_sequences(shape: Sequences, seed: int, device: torch.device) -> Inputs:
 
 
 def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """GAE by a loop over time, as TRL's PPOTrainer writes it: padding is zeroed beforehand."""
+    """Compute GAE by a loop over time with zeroed padding, like TRL's PPOTrainer."""
     rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
     length = values.shape[1]
@@ -77,7 +77,7 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 
 def _exact_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """In fp64 with NumPy, over time-major arrays; [B, T], 0 where masked."""
+    """Return [B, T] advantages and returns in fp64, 0 where masked."""
     r, v = (x.detach().cpu().double().numpy().T.copy() for x in (rewards, values))
     m = mask.cpu().numpy().T
     advantages = np.zeros_like(v)
@@ -117,7 +117,7 @@ def _our_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 NOT_FOR_A_LOOP = {
     "torch.compile": "the loop over T unrolls into a graph of T steps",
-    "TRL": f"its loop is inside PPOTrainer.train; see {LOOP}, which is the same",
+    "TRL": f"its loop is inside PPOTrainer.train; {LOOP} is the same",
 }
 
 
@@ -126,7 +126,7 @@ def _only(inputs: Inputs, *names: str) -> Inputs:
 
 
 def _valid(shape: Sequences) -> tuple[int, int]:
-    """(all entries, those that count)."""
+    """Return the numbers of all entries and of valid entries."""
     return shape.batch * shape.length, sum(response_lengths(shape))
 
 
@@ -137,7 +137,7 @@ def gae_case(shape: Sequences) -> Case:
         gae = peers.verl_gae(device)
 
         def call(inputs: Inputs) -> Outputs:
-            # Its advantages come out whitened, so that its returns are what can be compared.
+            # Its advantages are whitened, so only its returns can be compared.
             return {"returns": gae(inputs["rewards"], inputs["values"], inputs["mask"])[1]}
 
         return (Provider("verl, whitens too", call),)
@@ -146,7 +146,7 @@ def gae_case(shape: Sequences) -> Case:
         "gae",
         str(shape),
         torch.float32,
-        # rewards and values read where they count; the mask read, two results written everywhere
+        # valid rewards and values read; the whole mask read, two whole results written
         bytes_moved=valid * 2 * FLOAT_BYTES + entries * (MASK_BYTES + 2 * FLOAT_BYTES),
         bytes_and_flop="rewards, values and mask read, two results written; 6 FLOP per token",
         flop=valid * 6,  # δ: 3; A = δ + γλ·A_next: 2; A + V: 1
@@ -174,7 +174,7 @@ def eager_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def loop_advantages(
     scores: Tensor, values: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Reward shaping with the k1 estimator, GAE by the loop, whitening: as trainers write it."""
+    """Compute k1 reward shaping, GAE by the loop, and whitening, like most trainers."""
     rewards = -KL_COEF * (logprobs - ref_logprobs)
     last = mask.sum(1) - 1  # right padding
     rewards[torch.arange(len(scores), device=scores.device), last] += scores
@@ -222,8 +222,8 @@ def advantages_case(shape: Sequences) -> Case:
         "advantages",
         str(shape),
         torch.float32,
-        # values, logprobs and ref logprobs read where they count; the mask read and two results
-        # written everywhere; a score read and a KL written per sequence
+        # valid values, logprobs and ref logprobs read; the whole mask read, two whole results
+        # written; a score read and a KL written per sequence
         bytes_moved=valid * 3 * FLOAT_BYTES
         + entries * (MASK_BYTES + 2 * FLOAT_BYTES)
         + shape.batch * 2 * FLOAT_BYTES,
@@ -270,7 +270,7 @@ def whiten_case(shape: Sequences) -> Case:
         "whiten",
         str(shape),
         torch.float32,
-        # x read where it counts; the mask read and the result written everywhere
+        # valid x read; the whole mask read and the whole result written
         bytes_moved=valid * FLOAT_BYTES + entries * (MASK_BYTES + FLOAT_BYTES),
         bytes_and_flop="x and mask read, the result written; 5 FLOP per token",
         flop=valid * 5,  # moments: 3; subtract and multiply: 2

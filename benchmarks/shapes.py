@@ -1,7 +1,7 @@
-"""What is measured: today's models by name, and the sets of work for a CPU and for a GPU.
+"""Models by name, and the sets of work for a CPU and a GPU.
 
-Sizes are those of the models' published configurations, padding of the embedding included, because
-the lm-head computes the padding too. A case names a model; sizes are defined here alone.
+Sizes come from the models' published configurations, including the embedding's padding, which the
+lm-head computes, too. Sizes are defined only here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Model(NamedTuple):
-    """The sizes of a language model. A loss sees the first two; a trainer needs the rest."""
+    """Sizes of a language model. Losses use the first two, a trainer all."""
 
     name: str
     vocab: int
@@ -42,7 +42,7 @@ MODELS = {
         Model("gemma-2-9b", 256000, 3584, "gemma2", 14336, 42, 16, 8),
     )
 }
-"""Gemma's soft-cap is left out of the loss: not every peer has one."""
+"""Losses ignore Gemma's soft-cap, since not every peer has one."""
 
 
 class Tokens(NamedTuple):
@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """A batch of B responses of up to T tokens; see `sequences.response_mask` for their lengths."""
+    """A batch of B responses of up to T tokens; `sequences.response_lengths` has the lengths."""
 
     batch: int
     length: int
@@ -66,8 +66,7 @@ class Sequences(NamedTuple):
 
 
 class Training(NamedTuple):
-    """One batch for a trainer: B prompts of P tokens and responses of R, on a model of the named
-    widths that keeps `layers` of its layers."""
+    """A trainer's batch: B prompts of P tokens, responses of R tokens, a model cut to `layers`."""
 
     model: Model
     layers: int
@@ -82,17 +81,17 @@ class Training(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """One case at several sizes, to see how its cost grows with one of them."""
+    """A case at several sizes, to fit the growth of its cost."""
 
     case: str
     """A name of `benchmarks.CASES`."""
     variable: str
-    """N tokens, V vocabulary or T time: what grows along `shapes`."""
+    """The growing size: N tokens, V vocabulary or T time."""
     shapes: tuple[Tokens, ...] | tuple[Sequences, ...]
 
 
 class Work(NamedTuple):
-    """One set: which shapes run, in which dtype, and for how long."""
+    """A set: shapes, dtype and time limits."""
 
     name: str
     dtype: torch.dtype
@@ -103,7 +102,7 @@ class Work(NamedTuple):
     sweeps: tuple[Sweep, ...]
     seconds_per_provider: float
     seconds: float
-    """For the whole set. Once they are spent, what is left is reported as skipped."""
+    """Time limit of the set. The remaining cases are skipped."""
 
 
 def over_tokens(case: str, model: str, sizes: tuple[int, ...]) -> Sweep:
@@ -163,8 +162,8 @@ SETS = {
         "default",
         torch.bfloat16,
         logits=(Tokens(MODELS["qwen3-8b"], 8192), Tokens(MODELS["gpt2"], 8191)),
-        # H of 896, 2048 and 4096; V of 32000 to 151936; N below, in the sweeps. The last two are
-        # shapes at which peers' authors have measured: see `predictions`.
+        # H from 896 to 4096, V from 32000 to 151936; the sweeps vary N. For the last two shapes,
+        # peers have published times: see `predictions`.
         linear=(
             Tokens(MODELS["qwen3-8b"], 8192),
             Tokens(MODELS["llama-3.2-1b"], 8192),
@@ -183,11 +182,11 @@ SETS = {
             over_tokens("linear-logprobs", "qwen3-8b", (2048, 8192, 32768)),
             over_tokens("loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
             over_vocabularies("loss", VOCABULARIES, 4096),
-            # Last: the peers' loops over T are Python's, whatever the device.
+            # Last, since the peers' loops over T are slow Python on any device.
             over_time("gae", 64, (2048, 8192, 32768)),
         ),
         seconds_per_provider=0.3,
-        seconds=520,  # a case that is begun then still ends within ten minutes
+        seconds=520,  # the last case still ends within ten minutes
     ),
 }
-"""By device type and set. Odd sizes (gpt2's vocabulary, 333 rows) are there on purpose."""
+"""Sets by device type and name. Odd sizes (gpt2's vocabulary, 333 rows) are intended."""

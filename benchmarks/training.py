@@ -1,10 +1,9 @@
-"""The case of the trainer on a real model: one PPO update.
+"""The case of one PPO update of a model.
 
-The model has random weights and the widths of the named one, with layers left out so that it fits.
-An update is what a learner does with one batch of responses: old and reference logprobs, values,
-advantages, then forward, backward and an optimiser step over all microbatches. The learning rate is
-too small to move a weight, so that the check, the weighing and every timed call see one model, and
-what an update reports (losses, entropy, gradient norm) has a truth in fp64.
+The model has random weights and the widths of a real one, with fewer layers. An update computes old
+and reference logprobs, values and advantages of a batch of responses, then runs forward, backward
+and an optimizer step over all microbatches. The learning rate is too small to change a weight, so
+every call sees the same model, and losses, entropy and gradient norm have an fp64 truth.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from benchmarks.shapes import Model, Training
 ENTROPY_COEF = 0.01
 VF_COEF = 0.5
 LEARNING_RATE = 1e-12
-"""AdamW moves a weight by about this much per step: below half a unit in the last place of every
-weight above 1e-5."""
+"""About the size of an AdamW step: less than half a unit in the last place of any weight above
+1e-5."""
 
 ADAM_TENSORS = 7  # weight, gradient and two moments read; weight and moments written
 EXTRA_TOKENS = 3
-"""Of the tokenizer: padding, end, unknown."""
+"""Padding, end and unknown."""
 
 
 def make_config(model: Model, layers: int, context: int) -> Any:
-    """A transformers config of the model's widths."""
+    """Return a transformers config with the model's widths."""
     from transformers import AutoConfig
 
     common = {"vocab_size": model.vocab, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -71,7 +70,7 @@ def make_model(config: Any, device: torch.device) -> Any:
 
 
 def make_tokenizer(vocab: int) -> Any:
-    """One token per word: t3, t4, …"""
+    """Return a tokenizer with one token per word: t3, t4, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -86,7 +85,7 @@ def make_tokenizer(vocab: int) -> Any:
 
 @functools.cache
 def parameter_counts(shape: Training) -> tuple[int, int]:
-    """(weights that a token is multiplied with in the trunk, all weights)."""
+    """Return the numbers of weights in the trunk and in the whole model."""
     model = make_model(make_config(shape.model, shape.layers, 64), torch.device("meta"))
     total = sum(p.numel() for p in model.parameters())
     tables = {
@@ -96,7 +95,7 @@ def parameter_counts(shape: Training) -> tuple[int, int]:
 
 
 class Lab:
-    """The model and the trainer of a case, made when the first provider runs, freed at the end."""
+    """Model and trainer of a case, made for the first provider and freed at the end."""
 
     def __init__(self, shape: Training) -> None:
         self.shape = shape
@@ -154,7 +153,7 @@ class Lab:
                 entropy_coef=ENTROPY_COEF,
                 clip_ratio=CLIP_RATIO,
                 vf_coef=VF_COEF,
-                value_head="gradient",  # as the others'
+                value_head="gradient",  # like the other provider's
                 gamma=GAMMA,
                 lam=LAM,
                 learning_rate=LEARNING_RATE,
@@ -178,11 +177,11 @@ class Lab:
         return self.exact
 
     def autocast(self) -> Any:
-        """As FastPPO's trainer: bf16 matrix products on a GPU, fp32 on a CPU."""
+        """Return FastPPO's autocast: bf16 matrix products on a GPU, fp32 on a CPU."""
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
     def drop_gradients(self) -> None:
-        """Each call begins and ends without them, so that memory is counted alike."""
+        """Free all gradients, to give each call the same initial memory."""
         self.model.zero_grad(set_to_none=True)
         self.value_head.zero_grad(set_to_none=True)
         if self._trainer is not None:
@@ -190,7 +189,7 @@ class Lab:
 
 
 def prompt_texts(batch: int, length: int, vocab: int) -> list[str]:
-    """Random prompts of exactly `length` tokens of `make_tokenizer`."""
+    """Return random prompts of exactly `length` tokens of `make_tokenizer`."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(EXTRA_TOKENS, vocab, (batch, length), generator=generator)
     return [" ".join(f"t{i}" for i in row) for row in ids.tolist()]
@@ -201,7 +200,7 @@ def prompts_of(shape: Training) -> list[str]:
 
 
 def length_reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """Costs nothing, and differs from response to response."""
+    """Return a cheap reward with different values for different responses."""
     return [len(completion) % 16 / 8 - 1 for completion in completions]
 
 
@@ -214,8 +213,7 @@ class _Forward(NamedTuple):
 
 
 def _forward(model: Any, ids: Tensor, prompt: int) -> _Forward:
-    """Logits and last hidden states [B, R, ·] of the positions that predict the response; the
-    prompt's logits are not formed."""
+    """Return logits and last hidden states [B, R, ·] of the positions before response tokens."""
     keep = ids.shape[1] - prompt + 1
     out = model(input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
     return _Forward(out.logits[:, :-1], out.hidden_states[-1][:, prompt - 1 : -1])
@@ -228,19 +226,19 @@ def _stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Learner(NamedTuple):
-    """What a learner written by hand needs to know."""
+    """Models and dtype of a hand-written learner."""
 
     model: Any
     reference: Any
     value_head: Any
     dtype: torch.dtype
-    """Of softmax, values and losses."""
+    """Dtype of softmax, values and losses."""
 
 
 def _make_experience(
     learner: _Learner, parts: list[Tensor], prompt: int, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Old logprobs, values, whitened advantages, returns: [B, R] each."""
+    """Return old logprobs, values, whitened advantages and returns, each [B, R]."""
     logprobs = []
     ref_logprobs = []
     values = []
@@ -264,7 +262,7 @@ def _make_experience(
 def _update(
     learner: _Learner, ids: Tensor, prompt: int, microbatch: int, scores: Tensor
 ) -> dict[str, Tensor]:
-    """One PPO update as a tutorial writes it; gradients are left in the parameters."""
+    """Run a PPO update like a tutorial. Gradients stay in the parameters."""
     parts = list(ids.split(microbatch))
     old, _, advantages, returns = _make_experience(learner, parts, prompt, scores)
     n = old.numel()
@@ -304,11 +302,11 @@ def _eager_update(lab: Lab, ids: Tensor, scores: Tensor) -> Outputs:
 
 
 REPORTED = ("policy_loss", "value_loss", "entropy", "grad_norm")
-"""What an update is checked by."""
+"""Checked metrics of an update."""
 
 UPDATE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Of each number, the policy loss of the mean |advantage|, by the dtype of the matrix products.
-bf16: 2⁻⁹ a product, several layers deep, and the worst of four numbers."""
+"""Relative to each metric, for the policy loss to the mean |advantage|. By dtype of the matrix
+products; bf16: 2⁻⁹ per product, over several layers, the worst of four metrics."""
 
 
 def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
@@ -322,7 +320,7 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
     metrics = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
     norms = [p.grad.norm() for p in _parameters(learner) if p.grad is not None]
     metrics["grad_norm"] = torch.stack(norms).norm()
-    lab.exact = None  # its gradients are the size of the model
+    lab.exact = None  # frees its gradients
     scale = {name: metrics[name].abs().item() for name in REPORTED}
     scale["policy_loss"] = metrics["advantages"].abs().mean().item()
     return {name: Truth(metrics[name], scale[name]) for name in REPORTED}
@@ -332,7 +330,7 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
 
 
 def _update_work(shape: Training) -> tuple[int, int]:
-    """(bytes, FLOP) of an update."""
+    """Return bytes and FLOP of an update."""
     trunk, total = parameter_counts(shape)
     tokens = shape.batch * (shape.prompt + shape.response)
     head = shape.model.vocab * shape.model.hidden
@@ -343,7 +341,7 @@ def _update_work(shape: Training) -> tuple[int, int]:
 
 
 def update_case(shape: Training, dtype: torch.dtype) -> Case:
-    """`dtype` is that of the matrix products: fp32 on a CPU, bf16 under autocast on a GPU."""
+    """Return the case. `dtype` belongs to the matrix products: bf16 means autocast."""
     lab = Lab(shape)
     bytes_moved, flop = _update_work(shape)
 
@@ -389,15 +387,15 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
         ),
         tolerance=UPDATE_TOLERANCE[dtype],
         notes={
-            "torch.compile": "compiling a training step takes longer than this set may",
-            "TRL": "its PPOTrainer has no learner to call by itself; see benchmarks.trl_iteration",
+            "torch.compile": "compiling a training step takes too long for this set",
+            "TRL": "its PPOTrainer has no separate update; see benchmarks.trl_iteration",
         },
         release=lab.close,
     )
 
 
 class _NoLog:
-    """Stands for a run's records, which are not what is measured."""
+    """Replaces the run's log, which is not measured."""
 
     def metrics(self, *arguments: Any) -> None: ...
 
@@ -405,7 +403,7 @@ class _NoLog:
 
 
 def iterate(trainer: Any) -> dict[str, Any]:
-    """One iteration of a `PPOTrainer` without its log; its metrics."""
+    """Run an iteration of a `PPOTrainer` without its log and return the metrics."""
     from fastppo.ppo.training_run import TrainingRun
 
     return TrainingRun(trainer).iteration(_NoLog())

@@ -1,30 +1,28 @@
-"""One PPO iteration of a tiny model, FastPPO's trainer beside TRL 1.12's.
+"""One PPO iteration of a tiny model: FastPPO against TRL 1.12.
 
-    python -m benchmarks.trl_iteration             one shape, which flags may change
-    python -m benchmarks.trl_iteration --grid      nine shapes, each in a process of its own
+    python -m benchmarks.trl_iteration             one shape, set by flags
+    python -m benchmarks.trl_iteration --grid      nine shapes, each in its own process
 
-Both train the same Llama with the same first weights on the same prompts, for the same number of
-tokens, epochs and minibatches, with the same random reward model, in one process with the same
-threads, in fp32. They take turns iteration by iteration, so that a slow minute is both's.
+Both train the same Llama from the same weights on the same prompts, with the same tokens, epochs,
+minibatches and random reward model, in one process with the same threads, in fp32. They alternate
+iterations, so a slow minute hits both.
 
-What an iteration is, for both: draw a response to each prompt of the batch, score them, take old
-and reference logprobs and values, compute advantages, and run the epochs of minibatch updates. TRL
-is timed from the end of one step to the end of the next by an `on_step_end` callback; FastPPO
-around `PPOTrainer.iterate`.
+An iteration generates a response to each prompt, scores it, computes old and reference logprobs,
+values and advantages, and runs the epochs of minibatch updates. TRL is timed between the ends of
+two steps by an `on_step_end` callback, FastPPO around its iteration.
 
-What differs, because each trainer has no other way:
+The trainers differ in three points:
 
-- TRL's value function is a separate model, as large as the policy (`value_model` is a required
-  argument); FastPPO's is a head on the policy's trunk.
-- TRL's reward model reads token ids with the policy's tokenizer; FastPPO's reads the decoded text
-  with a tokenizer of the reward model's, and pays for decoding and encoding.
-- TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
+- TRL requires a separate value model, as large as the policy. FastPPO has a head on the policy's
+  trunk.
+- TRL's reward model reads token ids of the policy's tokenizer. FastPPO decodes the text and encodes
+  it with the reward model's own tokenizer.
+- TRL computes an extra entropy over all logits for its metrics. FastPPO's loss returns it.
 
-TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
+TRL's defaults of gradient checkpointing and bf16 are off, since they slow a tiny model on a CPU.
 
-Beside the time stands its floor, the FLOP of an iteration at the rate of a large matrix product
-measured in the same process, and the ratio of both trainers' FLOP: what the speed-up would be if
-both were equally efficient.
+The floor is the FLOP of an iteration at the rate of a large matrix product in the same process. The
+ratio of both trainers' FLOP is the speed-up at equal efficiency.
 """
 
 from __future__ import annotations
@@ -59,14 +57,14 @@ NEEDED = "trl==1.12.0"
 LEARNING_RATE = 1e-5
 KL_COEF = 0.05
 WARM_UP = 1
-"""Iterations that are not timed."""
+"""Untimed iterations."""
 COUNTED = 1
-"""Iterations after the timed ones, whose FLOP are counted."""
+"""Iterations after the timed ones, for counting FLOP."""
 
 
 @dataclass(kw_only=True)
 class Options:
-    """What both trainers get."""
+    """Options of both trainers."""
 
     vocab: int = 32000
     hidden: int = 64
@@ -81,7 +79,7 @@ class Options:
     threads: int = 1
 
     def flags(self) -> list[str]:
-        """The command line that gives these options."""
+        """Return the command line of these options."""
         return [f"--{name}={value}" for name, value in asdict(self).items()]
 
 
@@ -104,38 +102,36 @@ HELP = {
     "layers": "layers",
     "heads": "attention heads",
     "batch": "episodes per iteration",
-    "prompt": "tokens of a prompt",
-    "response": "tokens of a response; none ends early",
+    "prompt": "tokens per prompt",
+    "response": "tokens per response; none ends early",
     "epochs": "passes over a batch",
-    "minibatches": "optimiser steps per pass",
+    "minibatches": "optimizer steps per pass",
     "iterations": "timed iterations of each trainer",
-    "threads": "CPU threads of torch for both; a second one slows tiny models down",
+    "threads": "CPU threads of torch for both trainers",
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trl_iteration",
-        description="Seconds of a whole PPO iteration: FastPPO beside TRL 1.12.",
+        description="Time a whole PPO iteration: FastPPO against TRL 1.12.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default in asdict(Options()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--grid", action="store_true", help="nine shapes, each in its own process")
     parser.add_argument(
-        "--grid", action="store_true", help="nine shapes, each in a process of its own"
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="of --grid: add it to this device's results file"
+        "--keep", action="store_true", help="with --grid: add it to this device's results file"
     )
     return parser
 
 
-HEADER = ["shape", "FastPPO", "floor", "of the floor", "TRL", "times TRL", "at equal efficiency"]
+HEADER = ["shape", "FastPPO", "floor", "of the floor", "TRL", "speed-up", "FLOP ratio"]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """What `compare` returns, as the page and the terminal show it under `HEADER`."""
+    """Format a result of `compare` for the columns of `HEADER`."""
     options = row["options"]
     return [
         f"{options['prompt']} + {options['response']} tokens, {options['layers']} × "
@@ -216,7 +212,7 @@ def _their_trainer(
     rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts])
     config = PPOConfig(
         output_dir=str(folder / "trl"),
-        # One step per minibatch: with accumulation its optimiser would step once per epoch.
+        # With gradient accumulation its optimizer would step only once per epoch.
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=1,
         num_mini_batches=options.minibatches,
@@ -252,11 +248,11 @@ def _their_trainer(
 
 
 def compare(options: Options, progress: Any = lambda line: None) -> dict[str, Any]:
-    """Runs both trainers in turns.
+    """Run both trainers, alternating iterations.
 
     Returns:
-        dict: median seconds of an iteration of each, FLOP of one, and the median of the quotients
-        of neighbouring iterations; median seconds of FastPPO's phases.
+        Median seconds per iteration of each trainer, FLOP, the median ratio of neighbouring
+        iterations, and median seconds of FastPPO's phases.
 
     Raises:
         ImportError: TRL 1.12 is not installed.
@@ -310,7 +306,7 @@ def _compare(options: Options, progress: Any) -> dict[str, Any]:
         their_counter: list[FlopCounterMode] = []
 
         class Turns(TrainerCallback):
-            """Behind each of TRL's steps, one of FastPPO's."""
+            """Runs a FastPPO iteration after each TRL step."""
 
             def on_step_end(self, *arguments: Any, **more: Any) -> None:
                 now = time.perf_counter()
@@ -355,8 +351,7 @@ def _compare(options: Options, progress: Any) -> dict[str, Any]:
 
 
 def compare_in_a_process(options: Options) -> dict[str, Any]:
-    """What `--json` writes, measured in a process of its own: what ran here before has left the
-    allocator in another state.
+    """Measure in a new process, with a fresh allocator, and return the result.
 
     Raises:
         RuntimeError: the process failed; the message is its last line.
@@ -379,18 +374,18 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def run_grid(*, keep: bool) -> None:
-    """Measures all shapes.
+    """Measure all shapes.
 
     Args:
-        keep: adds them to the results file of this device.
+        keep: add them to the results file of this device.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: the file does not exist.
         RuntimeError: a process failed.
     """
     path = report.results_path({"device": describe_device(torch.device("cpu"))})
     if keep and not path.exists():
-        raise ValueError(f"{path} is not there: run `python -m benchmarks --keep` first")
+        raise ValueError(f"{path} does not exist: run `python -m benchmarks --keep` first")
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     rows = []
     for options in GRID:

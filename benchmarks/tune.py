@@ -1,12 +1,11 @@
-"""`python -m benchmarks tune`: the kernels' table of programs by measurement, in place of counts.
+"""Tune the kernels' table of programs by measurement: `python -m benchmarks tune`.
 
-For each row of `fastppo_kernels.triton.programs.TABLE` with candidates here, every candidate is put
-into the table, what the row is for is timed, and the row that should stand there is printed. What
-stands there stays unless another is faster by more than `MARGIN`. With --write the rows replace
-those of the file.
+For each row of `fastppo_kernels.triton.programs.TABLE` with candidates below, time the row's kernel
+with every candidate and print the best row. The current program stays unless another is faster by
+more than `MARGIN`. --write replaces the rows in the file.
 
-The other rows are for kernels that take microseconds, and for the scan, whose block decides the
-order of its sums. Nothing here has been run on a GPU.
+Kernels of a few microseconds have no candidates, nor has the scan: its block size fixes the order
+of its sums. This has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import fastppo
 from benchmarks import measure, on_a_gpu
 
 MARGIN = 0.02
-"""Of the time: what another run of the same launch differs by."""
+"""Relative time difference between runs of the same launch."""
 
 FILE = Path(programs.__file__)
 
@@ -44,7 +43,7 @@ WHITENS = tuple(
 
 
 class Work(NamedTuple):
-    """What a row of the table is measured on, in bf16: `make` draws its operands."""
+    """A row of the table, its candidates, and a function to make its bf16 launch."""
 
     row: str
     candidates: tuple[Program, ...]
@@ -89,7 +88,7 @@ def works(device: torch.device, *, tiny: bool) -> list[Work]:
 
 @contextmanager
 def launched_with(row: str, program: Program) -> Iterator[None]:
-    """The kernels with another program than their table says."""
+    """Replace a program in the table."""
     before = TABLE[row]
     TABLE[row] = program
     try:
@@ -99,7 +98,7 @@ def launched_with(row: str, program: Program) -> Iterator[None]:
 
 
 def seconds_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """The timer of one call, which it runs before the clock: that compiles it."""
+    """Return a timer. It runs the call once before, to compile it."""
 
     def seconds(call: Callable[[], object]) -> float:
         call()
@@ -116,12 +115,12 @@ def tune(
     end: float,
     say: Callable[[str], None] = print,
 ) -> dict[str, Program]:
-    """The rows that should stand in the table, each said as it would stand there.
+    """Return the best program per row, and print each as a row of the table.
 
     Args:
-        seconds_of: the timer of a call.
-        source: what the rows are chosen by: the GPU's name.
-        end: no row is begun after it, on the clock of `time.monotonic`.
+        seconds_of: timer of a call.
+        source: source of the choice, the GPU's name.
+        end: time limit on the clock of `time.monotonic`; no row starts after it.
     """
     chosen = {}
     for work in todo:
@@ -135,7 +134,7 @@ def tune(
             try:
                 with launched_with(work.row, program):
                     times[program] = seconds_of(call)
-            except Exception as error:  # a launch that the GPU has no room for: the others go on
+            except Exception as error:  # such as a launch too large for the GPU
                 say(f"# {_written(program)}: FAILED {type(error).__name__}: {str(error)[:90]}")
                 continue
             say(f"# {_written(program)}: {1e3 * times[program]:.3f} ms")
@@ -150,7 +149,7 @@ def tune(
 
 
 def _written(program: Program) -> str:
-    """As it stands in the table."""
+    """Format a program for the table."""
     defaults = Program._field_defaults
     named = [
         f"{name}={value}"
@@ -165,7 +164,7 @@ def _row(name: str, program: Program) -> str:
 
 
 def rewritten(text: str, rows: dict[str, Program]) -> str:
-    """The table's file with these rows in place of its own; ValueError where it has no such row."""
+    """Replace rows in the text of the table's file. Raises ValueError for unknown rows."""
     for name, program in rows.items():
         line = re.compile(rf'^    "{re.escape(name)}": Program\(.*\),$', re.MULTILINE)
         text, count = line.subn(_row(name, program), text)

@@ -31,8 +31,8 @@ from benchmarks.run import check, run, run_case
 from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
 from fastppo import cli
 
-# torch lists the functions that a device context applies to when one is first entered. Entered
-# behind conftest's poisoning it would list those, and models "on meta" would take real memory.
+# torch caches its device functions on the first device context. After conftest replaces torch.empty,
+# it would cache the replacement, and meta models would take real memory.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -58,24 +58,24 @@ CEILINGS = measure.Ceilings(1e9, {"float32": 1e12})
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sizes and times of the suite's constants, so that a run takes no longer than a test may."""
+    """Shrink the suite's constants."""
     monkeypatch.setattr(measure, "ROTATION_BYTES", 256)
     monkeypatch.setattr(measure, "CEILING_SECONDS", 0.001)
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 256)
     monkeypatch.setitem(measure.MATMUL_SHAPES, "cpu", ((16, 16, 16),))
-    gc.freeze()  # what is imported is not gone through for each peak of memory
+    gc.freeze()  # collections before memory measurements skip imported modules
     yield
     gc.unfreeze()
 
 
 @pytest.fixture
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that has none: importing them takes longer than the tests."""
+    """Hide installed peers, since their imports are slow."""
     monkeypatch.setattr(case_module, "is_installed", lambda name: False)
 
 
 def rows_of(case: case_module.Case, **changes: Any) -> dict[str, Any]:
-    """The rows of a run of the case, by provider."""
+    """Run the case and return its rows by provider."""
     case = dataclasses.replace(case, **changes)
     result = run_case(case, CPU, CEILINGS, seconds=0.001, compiled=False)
     return {row.provider: row for row in result.rows}
@@ -88,7 +88,7 @@ QWEN = Tokens(MODELS["qwen3-8b"], 8192)
 QWEN_LOGITS = 8192 * 151936 * 2
 """2.49 GB of bf16."""
 RESPONSES = Sequences(2, 8)
-"""Of lengths 8 and 6: 16 entries, 14 of them count."""
+"""Lengths 8 and 6: 16 entries, 14 of them valid."""
 BF16 = torch.bfloat16
 
 
@@ -113,14 +113,14 @@ BF16 = torch.bfloat16
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_floors_are_the_bytes_and_flop_that_one_counts_by_hand(
+def test_floors_are_the_bytes_and_flop_counted_by_hand(
     case: case_module.Case, bytes_moved: int, flop_count: int
 ) -> None:
     assert case.bytes_moved == bytes_moved
     assert case.flop == flop_count
 
 
-def test_an_updates_floor_is_five_forward_passes_and_the_optimisers_tensors() -> None:
+def test_an_updates_floor_is_five_forward_passes_and_the_optimizers_tensors() -> None:
     shape = Training(MODEL, 1, 4, 3, 4, 2)
     # Attention 16·16 for q and o, 16·8 for k and v; MLP 3·16·32; norms 16 each, 3 of them.
     trunk = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 3 * 16
@@ -141,7 +141,7 @@ def test_the_exponent_of_a_power_law_is_its_power() -> None:
     assert measure.growth_exponent([100.0, 200.0], [0.0, 0.0]) is None
 
 
-# --------------------------------------------------------------------------- what gets timed or not
+# ------------------------------------------------------------------------------- checks of providers
 
 
 def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
@@ -171,7 +171,7 @@ def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
 @pytest.mark.parametrize("build", [losses.loss_case, losses.linear_loss_case])
 @pytest.mark.usefixtures("no_peers")
 def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -> None:
-    """The tokens' own entries are a hundred times the others', where the bonus shows."""
+    """The bonus shows in small entries; those of the tokens are a hundred times larger."""
     shape = Tokens(MODELS["stories15m"], 64)
     case = build(shape, torch.bfloat16)
     inputs = case.draw(0, CPU)
@@ -192,7 +192,7 @@ def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -
 
 @pytest.mark.parametrize("phase", ["draw", "truth"])
 @pytest.mark.usefixtures("no_peers")
-def test_a_case_that_runs_out_of_memory_does_not_end_the_run(
+def test_a_case_out_of_memory_does_not_end_the_run(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = sequences.whiten_case(Sequences(3, 20))
@@ -224,7 +224,7 @@ def test_an_unwritten_output_is_wrong(value: float) -> None:
     assert measure.max_error(torch.tensor([1.0, value]), torch.ones(2)) == float("inf")
 
 
-def test_an_absent_peer_is_named_as_absent_and_one_that_cannot_with_its_reason() -> None:
+def test_absent_and_unsupported_peers_are_reported_with_the_reason() -> None:
     def on_a_gpu(device: torch.device) -> tuple[case_module.Provider, ...]:
         raise case_module.UnsupportedError("its kernel needs a GPU")
 
@@ -238,7 +238,7 @@ def test_an_absent_peer_is_named_as_absent_and_one_that_cannot_with_its_reason()
     assert rows["Nobody"].timing is rows["Somebody"].timing is None
 
 
-def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
+def test_memory_is_the_peak_during_the_call() -> None:
     def call() -> torch.Tensor:
         a = torch.ones(1000)
         b = a + 1  # two are held
@@ -259,7 +259,7 @@ def test_every_named_model_can_be_made(name: str) -> None:
     assert tuple(meta_model.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
 
 
-# -------------------------------------------------------------------------------- what a run writes
+# ------------------------------------------------------------------------------------ output of a run
 
 
 @pytest.mark.usefixtures("no_peers")
@@ -287,7 +287,7 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
                 assert row["error"] < 1e-4
             elif row["status"] != "bound":
                 assert row["median_seconds"] is row["peak_extra_bytes"] is None
-    # One line for all that are not installed.
+    # All absent packages share one line.
     (line,) = re.findall("^.*absent.*$", capsys.readouterr().out, re.M)
     assert line.startswith("absent: ")
     assert "pip install" in line
@@ -296,19 +296,19 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
 
 
 @pytest.mark.usefixtures("no_peers")
-def test_what_there_was_no_time_for_is_one_line(
+def test_skipped_cases_share_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
     flags = ["--quick", "--seconds", "1e-9", "--case", "loss", "--case", "gae"]
     assert command.main([*flags, "--device", "cpu", "--out", str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    late = ": skipped, since 0 s were over before its turn; --seconds gives a run more time"
+    late = ": skipped after the time limit of 0 s; raise it with --seconds"
     assert late in shown
-    assert shown.count("skipped, since") == 1
+    assert shown.count("skipped after") == 1
     cases = json.loads((tmp_path / "results.json").read_text())["cases"]
     first, *others = [{row["status"] for row in case["rows"]} for case in cases]
-    assert "timed" in first, "the ceilings may have taken the time of all that was asked for"
+    assert "timed" in first, "the first case runs even if the ceilings took all the time"
     assert all(statuses == {"skipped"} for statuses in others)
     assert others
 
@@ -319,13 +319,13 @@ def test_what_there_was_no_time_for_is_one_line(
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["claims", "--device", "cuda"], "claims are for a CPU"),
-        (["keep", "no-such.json"], "no-such.json is no results file"),
-        (["keep"], "a results file is what `keep` takes"),
+        (["keep", "no-such.json"], "no-such.json is not a results file"),
+        (["keep"], "`keep` takes a results file"),
         (["--quick", "--out", "README.md"], "--out README.md cannot be written"),
-        (["--keep", "--seconds", "1"], "--keep is for the whole set"),
+        (["--keep", "--seconds", "1"], "--keep needs the whole set"),
     ],
 )
-def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(
+def test_wrong_arguments_are_reported_before_anything_runs(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if "--out" not in arguments:
@@ -394,7 +394,7 @@ def test_commands_of_the_suites_readme_are_commands() -> None:
 # ------------------------------------------------------------------------------ claims for a CPU
 
 
-def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> None:
+def test_flop_count_products_attention_and_the_fused_head() -> None:
     n, h, v = 6, 8, 10
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
     tokens, zeros = torch.zeros(n, dtype=torch.int64), torch.zeros(n)

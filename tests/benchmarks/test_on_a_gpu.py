@@ -1,4 +1,4 @@
-"""The commands for a first GPU: their parts run at toy size, where there is none."""
+"""The commands for a first GPU, at toy size on a CPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCRIPT = Path(on_a_gpu.__file__).with_suffix(".sh")
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="these run in Triton's interpreter"),
-    # NumPy announces what is meant to happen: what lies under a maximum overflows to −inf.
+    # Entries far below a maximum are meant to overflow to −inf.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", on_a_gpu.PARTS)
-def test_each_part_runs_and_nothing_in_it_fails(part: str, capfd) -> None:
+def test_each_part_runs_without_a_failure(part: str, capfd) -> None:
     on_a_gpu.main([part, "--tiny", "--device", "cpu"])
     printed = capfd.readouterr().out
     assert "FAILED" not in printed
@@ -36,11 +36,11 @@ def test_each_part_runs_and_nothing_in_it_fails(part: str, capfd) -> None:
 
 
 class ReachedError(Exception):
-    """A command has taken its arguments and would begin."""
+    """Raised when a command has parsed its arguments."""
 
 
 def _commands(step: int, folder: Path) -> list[list[str]]:
-    """What the script gives to Python, which here writes it down and does nothing."""
+    """Return the script's calls of Python, recorded by a replacement that does nothing."""
     written = folder / "commands"
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {written}; echo >> {written}\n')
@@ -53,10 +53,9 @@ def _commands(step: int, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_every_command_of_the_script_takes_its_arguments(
+def test_every_command_of_the_script_parses(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The suite refused them once, and nothing of it would have been measured."""
 
     def reached(*arguments: object, **options: object) -> None:
         raise ReachedError

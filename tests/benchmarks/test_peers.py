@@ -1,4 +1,4 @@
-"""Peers by value, where they run without a GPU: TRL's Triton kernel in Triton's interpreter."""
+"""Values of the peers without a GPU: TRL's Triton kernel runs in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.shapes import Model, Tokens
 
 CPU = torch.device("cpu")
 SHAPE = Tokens(Model("tiny", 1201, 16), 24)
-"""A vocabulary of more than one block of TRL's kernel."""
+"""More than one block of TRL's kernel."""
 CASES = {
     case.name: case
     for case in (
@@ -49,7 +49,7 @@ def test_a_peer_agrees_with_fp64(case: Case, name: str) -> None:
     assert {row.status for row in rows} == {"right"}, rows
 
 
-def test_quack_is_not_imported_without_a_gpu_of_its_generation() -> None:
+def test_quack_needs_a_hopper_gpu() -> None:
     for scaled_exp in (False, True):
         with pytest.raises(UnsupportedError, match="Hopper"):
             peers.quack_linear_cross_entropy(CPU, scaled_exp=scaled_exp)

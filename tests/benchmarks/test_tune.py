@@ -1,4 +1,4 @@
-"""Programs of the kernels by measurement: with a clock of ours, where there is no GPU."""
+"""Tuning of the kernels' programs, with a fake clock instead of a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = "longer rows, read twice"
 
 
 def seconds_by(row: str, times: dict[int, float]) -> Callable[[Callable[[], object]], float]:
-    """A clock that knows the warps of the program in the table; what is not in `times` fails."""
+    """Return a clock by the warps of the current program. Missing times fail."""
 
     def seconds(call: Callable[[], object]) -> float:
         call()
@@ -45,11 +45,11 @@ def tuned(times: dict[int, float], say: Callable[[str], None]) -> dict[str, Prog
     ("times", "warps"),
     [
         ({4: 3.0, 8: 1.0, 16: 2.0}, 8),
-        ({4: 3.0, 8: 1.99, 16: 2.0}, 16),  # no faster than a run differs from another
-        ({4: 3.0, 16: 2.0}, 16),  # one that cannot be launched
+        ({4: 3.0, 8: 1.99, 16: 2.0}, 16),  # within the margin
+        ({4: 3.0, 16: 2.0}, 16),  # a failed launch
     ],
 )
-def test_the_fastest_program_is_the_row_and_the_table_is_put_back(
+def test_the_fastest_program_wins_and_the_table_is_restored(
     times: dict[int, float], warps: int
 ) -> None:
     before = dict(TABLE)
@@ -61,7 +61,7 @@ def test_the_fastest_program_is_the_row_and_the_table_is_put_back(
     assert said[-1] == (f'    "{ROW}": Program({warps}, loads=4, registers=128, source="H200"),')
 
 
-def test_the_rows_go_into_the_file_and_leave_the_others() -> None:
+def test_only_tuned_rows_of_the_file_change() -> None:
     chosen = tuned({4: 3.0, 8: 1.0, 16: 2.0}, lambda line: None)
     module: dict[str, Any] = {"__name__": "rewritten"}
     exec(compile(tune.rewritten(tune.FILE.read_text(), chosen), "programs.py", "exec"), module)
@@ -71,8 +71,8 @@ def test_the_rows_go_into_the_file_and_leave_the_others() -> None:
         tune.rewritten(tune.FILE.read_text(), {"no such": Program(1)})
 
 
-def test_every_row_that_is_tuned_is_what_its_work_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work reads that row of the table, with its first candidate, in Triton's interpreter."""
+def test_every_work_launches_the_program_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the first candidate in Triton's interpreter."""
     looked_up: set[str] = set()
 
     class Watched(dict[str, Program]):
@@ -84,7 +84,7 @@ def test_every_row_that_is_tuned_is_what_its_work_launches(monkeypatch: pytest.M
     by_length = {4096: "rows to 16 KiB", 32000: "rows to 128 KiB", 151936: "longer rows"}
     for work in tune.works(torch.device("cpu"), tiny=True):
         assert work.candidates
-        if "rows" in work.row:  # toy rows are short: which row of the table follows from the bytes
+        if "rows" in work.row:  # toy rows are short, and their length selects the row
             vocab = work.make.args[0]
             sweeps = 2 if work.row.endswith("twice") else 1
             assert programs.of_rows(2 * vocab, sweeps=sweeps) is TABLE[work.row]
@@ -95,7 +95,7 @@ def test_every_row_that_is_tuned_is_what_its_work_launches(monkeypatch: pytest.M
         assert work.row in looked_up
 
 
-def test_a_cpu_is_not_tuned_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["tune"],
         ["tune", "--device", "cpu"],
@@ -103,4 +103,4 @@ def test_a_cpu_is_not_tuned_for(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(SystemExit):
             main(arguments)
-    assert "times nothing on a CPU" in capsys.readouterr().err
+    assert "tune needs a GPU" in capsys.readouterr().err
