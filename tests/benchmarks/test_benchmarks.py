@@ -31,8 +31,8 @@ from benchmarks.run import check, run, run_case
 from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
 from fastppo import cli
 
-# torch caches its device functions on the first device context. After conftest replaces torch.empty,
-# it would cache the replacement, and meta models would take real memory.
+# torch caches its device functions on the first device context. After conftest replaces
+# torch.empty, it would cache the replacement, and meta models would take real memory.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -141,7 +141,7 @@ def test_the_exponent_of_a_power_law_is_its_power() -> None:
     assert measure.growth_exponent([100.0, 200.0], [0.0, 0.0]) is None
 
 
-# ------------------------------------------------------------------------------- checks of providers
+# ------------------------------------------------------------------------------ checks of providers
 
 
 def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
@@ -259,7 +259,7 @@ def test_every_named_model_can_be_made(name: str) -> None:
     assert tuple(meta_model.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
 
 
-# ------------------------------------------------------------------------------------ output of a run
+# ---------------------------------------------------------------------------------- output of a run
 
 
 @pytest.mark.usefixtures("no_peers")
