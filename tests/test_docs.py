@@ -197,7 +197,7 @@ def test_example_rows_of_a_stage_can_be_encoded(name: str, encode) -> None:
 
 # ----------------------------------------------------------------------------------- the options
 
-MATTER_FIRST = "## The options that matter first"
+MAIN_OPTIONS = "## Main options"
 
 
 def shows(default: object) -> set[str]:
@@ -226,7 +226,7 @@ def test_defaults_in_a_table_are_the_defaults_of_the_code(
     name: str, options: type, least: int, end: str
 ) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
-    table = page[page.index(MATTER_FIRST) :] if MATTER_FIRST in page else page
+    table = page[page.index(MAIN_OPTIONS) :] if MAIN_OPTIONS in page else page
     if end:
         table = table.split(end)[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M)
