@@ -408,7 +408,7 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
     others = {
         ("report", "runs/absent"): "runs/absent: there is no such directory",
-        ("export", "runs/absent", "out"): "runs/absent is no checkpoint",
+        ("export", "runs/absent", "out"): "runs/absent is not a checkpoint",
     }
     commands += [list(command) for command in others]
     commands.append(["check", *_flags(inputs)])

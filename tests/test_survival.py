@@ -161,14 +161,14 @@ def test_a_signal_ends_the_current_phase_with_a_checkpoint(folder: Folder, run) 
     code, said = run(**options)
     assert code == SIGNALS[signal.SIGTERM]
     where = folder.run / "checkpoint-000001"
-    expected = "fastppo: stopped by SIGTERM after 1 of 3 iterations; `--resume true` goes on from"
+    expected = "fastppo: stopped by SIGTERM after 1 of 3 iterations; `--resume true` continues from"
     assert f"{expected} {where}\n" in said
     assert folder.checkpoints() == ["checkpoint-000001"]
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
     folder.write_reward("calls == 0")
     code, said = run(**options, resume=True, allow_config_change=True)
     assert code == 0
-    assert f"resuming from {where}, whose run had ended: stopped by SIGTERM" in said
+    assert f"resuming from {where}; the run had ended: stopped by SIGTERM" in said
     assert folder.bits() == bits
 
 
@@ -206,14 +206,14 @@ def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run, monkey
     report = html.unescape((folder.run / "report.html").read_text())
     assert f"Ended after 1 of 3 iterations: {reason}" in report
     _, said = run(iterations=3, **options, resume=True, allow_config_change=True)
-    assert f"checkpoint-000001, whose run had ended: {reason}" in said
+    assert f"checkpoint-000001; the run had ended: {reason}" in said
 
 
 def test_a_finished_run_has_nothing_to_resume(folder: Folder, run) -> None:
     assert run(iterations=2)[0] == 0
     code, said = run(iterations=2, resume=True)
     assert code == 0
-    assert "whose run is at its end: a larger --iterations goes on" in said
+    assert "the run is complete, a larger --iterations continues it" in said
     assert "run      all 2 iterations are done" in said
 
 

@@ -1,15 +1,15 @@
-"""The advantages of a batch, by the config's kind.
+"""Advantages and returns of a batch, by the `advantage` option.
 
-With a value function every kind is GAE: λ = 1 is Monte Carlo (reward to go less the value), λ = 0
-one step, and the sequence's advantage is that of its first token at λ = 1, for every token. Without
-one, R is the reward of a response, the KL's share in it, and Ḡ the mean over the
-n = samples_per_prompt responses to its prompt:
+With a value function, every kind is GAE: λ = 1 is Monte Carlo (reward-to-go minus value), λ = 0 is
+one-step TD. `sequence` gives every token the advantage of the first token at λ = 1. Without a value
+function, let R be the reward of a response, KL penalty included, and R̄ its mean over the
+n = samples_per_prompt responses to the prompt:
 
-    reinforce   G_t, the reward to go                               Williams 1992
-    rloo        R − the mean of the other n − 1, n/(n−1)·(R − Ḡ)    Ahmadian et al. 2024
-    group       (R − Ḡ)/(deviation of the n + 1e-4)                 Shao et al. 2024 (GRPO)
+    reinforce   G_t, the reward-to-go                               Williams 1992
+    rloo        R − mean of the other n − 1 = n/(n−1)·(R − R̄)       Ahmadian et al. 2024
+    group       (R − R̄)/(standard deviation of the n + 1e-4)        Shao et al. 2024 (GRPO)
 
-With the exact KL in the reward, the penalty of each token is handed over as a reward at that token.
+With the exact KL in the reward, each token's penalty is passed as a reward at that token.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
 
 ONE_PER_RESPONSE = ("sequence", "rloo", "group")
-"""Kinds that have one advantage for all tokens of a response."""
+"""Kinds with one advantage for all tokens of a response."""
 
 COMPLETE_RETURNS = ("sequence", *CRITIC_FREE)
-"""Kinds whose λ is 1."""
+"""Kinds with λ = 1."""
 
 GROUP_EPS = 1e-4
-"""Added to a group's deviation, in units of the reward; TRL's value."""
+"""Added to a group's standard deviation, reward units. TRL's value."""
 
 ROUNDING = 1e-5
-"""Advantages of this size and below, in units of the reward, are taken for rounding: where all
-responses earn the same and the policy is still the reference, the KL of a few 1e-6 nats is all that
-differs between them. An optimiser that divides by the size of the gradient would take a whole step
-in its direction."""
+"""Advantages of at most this size, in reward units, are set to 0. If all responses earn the same
+and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
+normalizes the gradient and would take a full step in its direction."""
 
 
 class BatchAdvantages(NamedTuple):
@@ -49,34 +48,33 @@ class BatchAdvantages(NamedTuple):
 
     advantages: Tensor
     returns: Tensor
-    """What the value loss regresses to."""
+    """Targets of the value loss."""
     spread: Tensor
-    """0-d: the advantages' standard deviation before whitening, which would hide that they hardly
-    vary and there is nothing to learn."""
+    """Standard deviation of the advantages before whitening, 0-d."""
     complete_returns: Tensor
-    """Monte Carlo: the shaped rewards to go, the KL's share, the score and what is paid within a
-    response, discounted as GAE's steps are; of the values only the bootstrap value after a response
-    that was cut off, where one is taken."""
+    """Monte Carlo returns: rewards-to-go with the KL penalty, the score and rewards within the
+    response, discounted like GAE. They contain no values, except the bootstrap value after a
+    truncated response if there is one."""
 
 
 class RewardedBatch(NamedTuple):
-    """A batch with its rewards and all else that its advantages depend on, on its device."""
+    """A batch with its rewards and the other inputs of the advantages, on its device."""
 
     batch: Batch
     last: Tensor
-    """[B] rewards at the last token of each response."""
+    """[B], reward at the last token of each response."""
     within: Tensor | None
-    """[N] rewards at each token, added to those of the last ones."""
+    """[N], rewards at each token, in addition to `last`."""
     old_logprobs: Tensor
-    """[N], nats; `ref_logprobs` likewise."""
+    """[N], nats, like `ref_logprobs`."""
     ref_logprobs: Tensor | None
     kl_coef: float
     """β of the KL between the two."""
     kl_estimator: str
     values: Tensor
-    """[N], of the state before each token; 0 for the kinds that have no value function."""
+    """[N], value of the state before each token; 0 for kinds without a value function."""
     bootstrap: Tensor | None
-    """[B], the value after a response that was cut off."""
+    """[B], value after a truncated response."""
 
 
 def make_advantages(
@@ -89,14 +87,13 @@ def make_advantages(
     ref_stats: ReferenceStats,
     kl_coef: float,
 ) -> BatchAdvantages:
-    """Shaped rewards, advantages and returns of the packed responses.
+    """Compute shaped rewards, advantages and returns of packed responses.
 
     Args:
-        scores: of the responses, paid at their last tokens and within them.
-        truncated: [B], whether a response was cut off.
-        old: the rollout policy's logprobs and values.
-        ref_stats: the reference's logprobs, or none for no KL, and the exact KL in place of an
-            estimate.
+        scores: rewards at the last tokens and within the responses.
+        truncated: [B], whether a response was truncated.
+        old: logprobs and values of the rollout policy.
+        ref_stats: the reference's logprobs, and the exact KL if the reward uses it.
         kl_coef: β of the KL in the reward.
     """
     within = None if scores.within is None else scores.within.to(batch.device)
@@ -118,7 +115,7 @@ def make_advantages(
         old_logprobs=old.logprobs,
         ref_logprobs=ref_stats.logprobs,
         kl_coef=kl_coef,
-        # The exact KL is among the rewards already; at a coefficient of 0 nobody computed it.
+        # The exact KL is already in `within`.
         kl_estimator="k1" if options.kl_estimator == "full" else options.kl_estimator,
         values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
@@ -136,12 +133,12 @@ def make_advantages(
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
         advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
-    # Not `size > ROUNDING`: what is no number stays to be seen.
+    # `size <= ROUNDING` is False for NaN, so NaN advantages stay visible.
     return estimates._replace(advantages=torch.where(size <= ROUNDING, 0.0, advantages))
 
 
 def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
-    """[N] fp32: `BatchAdvantages.complete_returns`, the returns at λ = 1 without values."""
+    """Return `BatchAdvantages.complete_returns`, [N] fp32."""
     without_values = rewarded._replace(values=torch.zeros_like(rewarded.values))
     if options.advantage == "turn_gae":
         _, returns = turn_gae(without_values, shaped_rewards(rewarded), 1.0, options)
@@ -150,12 +147,12 @@ def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
 
 
 def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
-    """GAE whose steps are tokens."""
+    """GAE over tokens."""
     lam: float | Tensor = options.lam
     if options.advantage in COMPLETE_RETURNS:
         lam = 1.0
     elif options.lam_alpha is not None:
-        # λ = 1 − 1/(α·length) of each response, Yue et al. 2025 (VAPO).
+        # λ = 1 − 1/(α·length) per response, Yue et al. 2025 (VAPO).
         lengths = rewarded.batch.written_lengths.to(rewarded.batch.device).float().clamp(min=1)
         lam = (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
     result = _token_gae(rewarded, options, lam=lam, whiten=options.whiten_advantages == "full")
@@ -189,7 +186,7 @@ def _token_gae(
 
 
 def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
-    """The advantage of a response for each of its tokens."""
+    """One advantage per response, repeated for each of its tokens."""
     result = _token_gae(rewarded, options, lam=1.0, whiten=False)
     count = len(rewarded.values)
     first = rewarded.batch.cu_seqlens[:-1].clamp(max=max(0, count - 1))
@@ -203,18 +200,18 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
 
 
 def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
-    """[B] advantages of whole responses; those to one prompt are neighbours.
+    """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
 
     Raises:
-        ValueError: the batch is not made of whole groups.
+        ValueError: the batch does not consist of whole groups.
     """
     if options.advantage == "sequence":
         return rewards
     count = options.samples_per_prompt
     if len(rewards) % count:
         raise ValueError(
-            f"advantage={options.advantage} compares the {count} responses to a prompt "
-            f"(samples_per_prompt), which follow one another: got {len(rewards)} responses"
+            f"advantage={options.advantage} needs samples_per_prompt={count} adjacent responses "
+            f"per prompt, got {len(rewards)} responses"
         )
     groups = rewards.view(-1, count)
     above = groups - groups.mean(dim=1, keepdim=True)
@@ -228,7 +225,7 @@ def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
 
 
 def shaped_rewards(rewarded: RewardedBatch) -> Tensor:
-    """[N] fp32 by token, with the KL's share and the score in them."""
+    """Return per-token rewards [N] fp32, with the KL penalty and the score."""
     rewards = (
         torch.zeros_like(rewarded.values) if rewarded.within is None else rewarded.within.clone()
     )
@@ -241,7 +238,7 @@ def shaped_rewards(rewarded: RewardedBatch) -> Tensor:
 
 
 def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
-    """GAE whose steps are turns."""
+    """GAE over turns."""
     rewards = shaped_rewards(rewarded)
     advantages, returns = turn_gae(rewarded, rewards, options.lam, options)
     spread = advantages.std(correction=0)
@@ -254,16 +251,16 @@ def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvant
 def turn_gae(
     rewarded: RewardedBatch, rewards: Tensor, lam: float, options: PPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """GAE whose steps are turns, γ and λ per turn, with V_k the value before turn k:
+    """GAE over turns, with γ and λ per turn and V_k the value before turn k:
 
         δ_k = Σ r_t of the turn + γ·V_{k+1} − V_k,   A_k = δ_k + γλ·A_{k+1}
 
     Args:
-        rewards: [N] fp32, as `shaped_rewards` gives them.
+        rewards: [N] fp32 from `shaped_rewards`.
 
     Returns:
-        ([N] advantages, that of its turn for every token; [N] returns: the rewards from a token to
-        the end of its turn, and γ·(V_{k+1} + λ·A_{k+1})).
+        (advantages [N], one per turn, repeated for its tokens; returns [N]: the rewards from a
+        token to the end of its turn, plus γ·(V_{k+1} + λ·A_{k+1})).
     """
     turn_counts, turn_lengths = rewarded.batch.turns()
     counts = on_device(turn_counts, rewarded.batch.device)
@@ -282,14 +279,14 @@ def turn_gae(
     def by_token(turn_values: Tensor) -> Tensor:
         return turn_values.repeat_interleave(lengths, output_size=len(rewards))
 
-    # In fp64, since both sums go from the batch's beginning.
+    # fp64, because both sums start at the beginning of the batch.
     before = rewards.double().cumsum(0) - rewards.double()
     earlier_in_turn = before - by_token(before[first])
     return by_token(advantages), (by_token(returns).double() - earlier_in_turn).float()
 
 
 def _whitened(advantages: Tensor, options: PPOConfig) -> Tensor:
-    """Whitened as the options say, where no kernel has done it."""
+    """Whiten if the options say so, for kinds without a kernel that does."""
     if options.whiten_advantages != "full":
         return advantages
     return whiten(advantages, backend=options.backend)

@@ -1,4 +1,4 @@
-"""The checkpoints of a PPO run: when one is due, what it holds, which one a run goes on from."""
+"""Checkpoints of a PPO run: writing, pruning, resuming and exporting them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from fastppo.run.checkpoint import Best
 from fastppo.run.log import why_ended
 
 LOWEST = "min:"
-"""Before a metric of `checkpoint_best` whose lowest value is the best."""
-
+"""Prefix of a `checkpoint_best` metric to minimize."""
 
 OF_WEIGHTS = (
     "model",
@@ -36,16 +35,16 @@ OF_WEIGHTS = (
     "lora_alpha",
     "lora_target_modules",
 )
-"""Options that say what a policy's weights are."""
+"""Options that determine the policy's weights."""
 
 
 def export(
     model: ActorCritic, tokenizer: Any, directory: Path, value_function: Path | None = None
 ) -> None:
-    """Writes a policy whose weights are whole.
+    """Write an unsharded policy and its tokenizer.
 
     Args:
-        value_function: the file that its value function is written to; None for none.
+        value_function: file for the value function; None for none.
     """
     with written_whole(directory) as unfinished:
         model.save_policy(unfinished)
@@ -58,14 +57,15 @@ def export(
 
 
 def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None:
-    """Writes the policy of a checkpoint, with its tokenizer, as a run writes its last one.
+    """Write the policy of a checkpoint, with its tokenizer, as transformers loads it.
 
     Args:
-        path: of the checkpoint.
-        device: the model is loaded onto.
+        path: checkpoint.
+        directory: directory to write; it must not contain a model.
+        device: device to load the model on.
 
     Raises:
-        ValueError: as `policy_of` does; or there is a model in the directory.
+        ValueError: the checkpoint cannot be loaded, or the directory contains a model.
     """
     taken = (directory / "config.json", directory / manifest.FILE)
     if directory.is_file() or any(file.exists() for file in taken):
@@ -74,30 +74,32 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
 
 
 def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
-    """(the policy of a checkpoint, its tokenizer).
+    """Load the policy of a checkpoint and its tokenizer.
 
     Args:
-        device: the model is loaded onto.
+        device: device to load the model on.
 
     Raises:
-        ValueError: it is no whole checkpoint, or the model that its run started from is another by
-            now or was handed over.
+        ValueError: the path is not an intact checkpoint, or the run's initial model has changed or
+            was passed in from Python.
     """
     if checkpoint.NAME.match(path.name) is None or not path.is_dir():
         known = ", ".join(map(str, checkpoint.checkpoints(path)))
         raise ValueError(
-            f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
+            f"{path} is not a checkpoint: expected RUN/checkpoint-NUMBER"
             + (f", such as {known}" if known else "")
         )
     run = manifest.read(path)["run"]
     config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
     model = run["fingerprints"]["model"]
     if not config.model:
-        raise ValueError(f"{path}: the run was given its model in Python: trainer.save_policy(…)")
+        raise ValueError(
+            f"{path}: the run's model was passed in from Python: use trainer.save_policy(…)"
+        )
     loader = ModelLoader(config, choose_device(device))
     causal_lm = loader.causal_lm(config.model, "model")
     if fingerprint.of_model(causal_lm) != model:
-        raise ValueError(f"{path}: model {config.model} is not what it was when the run started")
+        raise ValueError(f"{path}: model {config.model} has changed since the run started")
     tokenizer = load_tokenizer(config.model)
     policy = make_policy(causal_lm, tokenizer, config, loader)
     checkpoint.load_policy(path, policy)
@@ -105,13 +107,13 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one run.
+    """Writes and reads the checkpoints of a run.
 
     Args:
-        components: what the run trains and reads.
-        say: takes a sentence for the user.
-        saved: called where one is written.
-        world: the ranks, each of which writes its shards; the first does the rest.
+        components: the parts of the run.
+        say: shows a message to the user.
+        saved: called after each checkpoint.
+        world: the processes. Each writes its shards, and the main one everything else.
     """
 
     def __init__(
@@ -136,14 +138,14 @@ class Checkpoints:
         self.run_dir = Path(config.output_dir)
         self.identity = identity.of_run(config, components.fingerprints)
         self.newest: Path | None = None
-        """The newest checkpoint that is known to be whole."""
+        """The newest intact checkpoint."""
         self._iteration: int | None = None
         """The iteration of the newest checkpoint."""
         self._best_metric: list[float] = []
-        """The metric of `checkpoint_best` in the iterations since the newest checkpoint."""
+        """Values of the `checkpoint_best` metric since the newest checkpoint."""
 
     def after_iteration(self, metrics: Mapping[str, float], *, requested: bool = False) -> None:
-        """Writes a checkpoint if one is due or is asked for.
+        """Write a checkpoint if it is due or requested.
 
         Raises:
             CheckpointError: it could not be written.
@@ -157,7 +159,7 @@ class Checkpoints:
             self.say(f"checkpoint {self.newest}")
 
     def save(self) -> Path:
-        """Writes a checkpoint of the run as it is now; its path.
+        """Write a checkpoint and return its path.
 
         Raises:
             CheckpointError: it could not be written.
@@ -171,12 +173,12 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Writes a last checkpoint, unless there is one of this iteration."""
+        """Write a checkpoint unless this iteration has one."""
         if self.state.iteration != self._iteration:
             self.save()
 
     def save_policy(self, tokenizer: Any, directory: Path) -> None:
-        """Write the policy as transformers loads it, and the value function beside it."""
+        """Write the policy as transformers loads it, and the value function next to it."""
         with unsharded(self.model):
             value_function = directory.parent / "value_function.safetensors"
             self.world.on_main_rank(
@@ -184,9 +186,9 @@ class Checkpoints:
             )
 
     def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
-        """Writes the policy of the best checkpoint; the path of this, or None where none is kept.
+        """Write the policy of the best checkpoint and return the checkpoint, or None without one.
 
-        The model has the weights of the newest checkpoint, before and after it.
+        Before and after, the model has the weights of the newest checkpoint.
         """
         metric = self.config.checkpoint_best
         best = None
@@ -203,7 +205,7 @@ class Checkpoints:
         return best
 
     def _whole_best(self, metric: str) -> Path | None:
-        """The best checkpoint, every byte of which is as it was written."""
+        """Return the best checkpoint if it is intact."""
         best = checkpoint.best_of(self.run_dir, metric)
         if best is None:
             return None
@@ -215,17 +217,17 @@ class Checkpoints:
         return best
 
     def how_far(self) -> str:
-        """What a run that was stopped says of itself."""
+        """Return the end of a stopped run's message."""
         done = self.state.iteration
         end = self.config.iterations
-        return f" after {done} of {end} iterations; `--resume true` goes on from {self.newest}"
+        return f" after {done} of {end} iterations; `--resume true` continues from {self.newest}"
 
     def resume(self) -> bool:
-        """Restores the newest whole checkpoint; whether there was one.
+        """Restore the newest intact checkpoint and return whether there was one.
 
         Raises:
-            DamagedError: there are checkpoints, and none is whole.
-            ValueError: it is of another run or model, and `allow_config_change` is off.
+            DamagedError: all checkpoints are damaged.
+            ValueError: the checkpoint is of another run or model, without `allow_config_change`.
         """
         newest = self.world.on_main_rank(self._newest)
         if newest is None:
@@ -235,9 +237,9 @@ class Checkpoints:
         self.newest = newest.path
         self._iteration = self.state.iteration
         reason = self.world.on_main_rank(lambda: why_ended(self.run_dir))
-        ended = f", whose run had ended: {reason}" if reason else ""
+        ended = f"; the run had ended: {reason}" if reason else ""
         if self.state.iteration >= self.config.iterations:
-            ended = ", whose run is at its end: a larger --iterations goes on"
+            ended = "; the run is complete, a larger --iterations continues it"
         self.say(f"resuming from {newest.path}{ended}")
         return True
 
@@ -264,7 +266,7 @@ class Checkpoints:
         )
 
     def _tidy(self, newest: manifest.Newest) -> None:
-        """Sets aside what is damaged, and removes what is not to be kept."""
+        """Set damaged checkpoints aside and remove old ones."""
         for path in newest.passed_over:
             self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
         metric = self.config.checkpoint_best
@@ -286,8 +288,7 @@ class Checkpoints:
         )
 
     def _writer(self, path: Path) -> Callable[[], None]:
-        """What writes this rank's shards, if there are several, and on the first rank the rest of
-        the checkpoint."""
+        """Return a function that writes this rank's shards, and the rest on the main rank."""
         snapshot = self._snapshot()
         best = self._best()
         temporary = self.world.on_main_rank(lambda: checkpoint.begin(path))
@@ -323,6 +324,8 @@ class Checkpoints:
         if metric is None:
             return None
         if not self._best_metric:
-            self.say(f"checkpoint_best={metric}: no iteration since the last checkpoint had it")
+            self.say(
+                f"checkpoint_best={metric}: absent from all iterations since the last checkpoint"
+            )
             return Best(metric, None)
         return Best(metric, sum(self._best_metric) / len(self._best_metric))

@@ -1,12 +1,9 @@
-"""Held-out evaluation: what the policy earns on prompts that it does not learn from.
+"""Held-out evaluation: rewards on prompts that are not trained on.
 
-Every `eval_interval` iterations, after the update, the policy answers `eval_prompts` and its
-responses are scored, always with the same random numbers. The results are metrics of the iteration
-under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name one; the responses to the
-first prompts are in eval_samples.jsonl.
-
-Before its first update a run is evaluated too, under `before/`: what the others are compared
-with.
+Every `eval_interval` iterations, after the update, the policy answers `eval_prompts`, always with
+the same random seed. The results are metrics under `eval/`, so `checkpoint_best`, `warn_if` and
+`stop_if` can use them. The responses to the first prompts are in eval_samples.jsonl. The policy is
+also evaluated before the first update, under `before/`.
 """
 
 from __future__ import annotations
@@ -29,12 +26,11 @@ from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
 
 LOGGED_SAMPLES = 8
-"""Responses of an iteration, and of an evaluation, that are written down as texts."""
+"""Responses per iteration, and per evaluation, in the sample records."""
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
-"""Metrics of an evaluation, beside each reward, monitored reward, finish reason and outcome of a
-call: means over its responses; `reward_error` is the standard error of the reward, NaN of a single
-prompt."""
+"""Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over
+the responses. `reward_error` is the standard error of the reward, NaN for a single prompt."""
 
 
 @contextmanager
@@ -90,18 +86,17 @@ def evaluate_policy(
 
 @dataclass(slots=True)
 class BestEvaluations:
-    """The best held-out rewards of a run so far; None before its first evaluation."""
+    """Best held-out rewards of a run so far; None before the first evaluation."""
 
     best: float | None = None
     """The highest eval/reward."""
     best_greedy: float | None = None
-    """The highest eval/greedy/reward, where that is not eval/reward."""
+    """The highest eval/greedy/reward."""
 
     def take(self, reward: float, *, greedy: bool = False) -> bool:
-        """Records an evaluation; whether it is the best of its kind so far."""
+        """Record an evaluation and return whether it is the best so far."""
         name = "best_greedy" if greedy else "best"
         best = getattr(self, name)
-        # A reward that is not finite is never better.
         is_best = reward > (-math.inf if best is None else best)
         if is_best:
             setattr(self, name, reward)
@@ -109,14 +104,14 @@ class BestEvaluations:
 
 
 class Evaluation:
-    """The evaluations of a run.
+    """Evaluates the policy during a run.
 
     Args:
-        prompts: None for no evaluation.
-        scorer: of the run's rewards and monitored rewards.
-        interval: iterations.
+        prompts: held-out prompts; None for no evaluation.
+        scorer: computes rewards and monitored rewards.
+        interval: iterations between evaluations.
         modes: sampled, greedy or both.
-        batch_size: responses that are generated at once.
+        batch_size: responses generated at a time.
     """
 
     def __init__(
@@ -135,9 +130,10 @@ class Evaluation:
         self.batch_size = batch_size
 
     def after_update(self, trainer: Any, log: Any, *, requested: bool = False) -> dict[str, float]:
-        """The metrics of an evaluation after an iteration's update, which the trainer's state takes
-        note of; none where none is due or requested. Responses to the first prompts go to the
-        log."""
+        """Evaluate after an iteration's update if it is due or requested, and return the metrics.
+
+        The trainer's state records the best rewards, and the log the first responses.
+        """
         due = requested or (trainer.state.iteration + 1) % self.interval == 0
         if self.prompts is None or not due:
             return {}
@@ -155,24 +151,24 @@ class Evaluation:
         return metrics
 
     def before_update(self, trainer: Any) -> dict[str, float]:
-        """The metrics of the policy that a run starts from; none later, or without prompts."""
+        """Evaluate the initial policy before the first iteration, and return the metrics."""
         if self.prompts is None or trainer.state.iteration > 0:
             return {}
-        trainer.say(f"before training: {len(self.prompts)} held-out prompts are answered")
+        trainer.say(f"before training: evaluating on {len(self.prompts)} held-out prompts")
         metrics, _ = self._in_modes(trainer, self.prompts, "before/")
         for prefix in self._prefixes("before/"):
             trainer.say(f"before training: {_line(metrics, prefix)}")
         return metrics
 
     def _prefixes(self, prefix: str) -> list[str]:
-        """The prefixes of the metrics' names, one for each mode."""
+        """Return the prefix of each mode's metrics."""
         prefixes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
         return [prefix + mode_prefix for mode_prefix in prefixes[self.modes]]
 
     def _in_modes(
         self, trainer: Any, prompts: Prompts, prefix: str
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(metrics of each mode under the prefix, the first responses)."""
+        """Return (metrics of each mode under the prefix, records of the first responses)."""
         metrics: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         for mode_prefix in self._prefixes(prefix):
@@ -190,7 +186,7 @@ class Evaluation:
     def _evaluate(
         self, trainer: Any, prompts: Prompts, sampling: Sampling
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(metrics, means over all responses; records of the first responses)."""
+        """Return (means over all responses, records of the first responses)."""
         sums: dict[str, float] = {}
         rewards: list[float] = []
         records: list[dict[str, Any]] = []
@@ -210,7 +206,7 @@ class Evaluation:
 
 
 def _line(metrics: dict[str, float], prefix: str) -> str:
-    """An evaluation for the console."""
+    """Return the console's line on an evaluation."""
     mode = "held out, greedy" if prefix.endswith("greedy/") else "held out"
     kl = metrics.get(f"{prefix}kl")  # absent without a reference
     return (
@@ -221,7 +217,7 @@ def _line(metrics: dict[str, float], prefix: str) -> str:
 
 
 def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> dict[str, Any]:
-    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt."""
+    """Return a line of eval_samples.jsonl."""
     scores: Scores = result["scores"]
     rollout: Rollout = result["rollout"]
     scored = {**scores.terms, **scores.monitors}

@@ -1,4 +1,4 @@
-"""What an update learns from: a batch, and per response token what PPO's losses take."""
+"""Experience: a batch of responses with the per-token inputs of PPO's losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastppo.rollout import Rollout
 
 
 class Responses(NamedTuple):
-    """Prompts, the responses to them, and what those earned."""
+    """Prompts, responses and scores of an iteration."""
 
     prompts: Prompts
     rollout: Rollout
@@ -28,40 +28,43 @@ class Responses(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """One iteration's batch with all that the update needs; per-token tensors are [N] fp32."""
+    """One iteration's batch with the update's inputs. Per-token tensors are [N] fp32."""
 
     batch: Batch
     old_logprobs: Tensor
-    """Nats: the rollout policy's."""
+    """Of the rollout policy, nats."""
     old_values: Tensor
-    """The rollout's value of the state before each token."""
+    """Value of the state before each token, at the time of the rollout."""
     advantages: Tensor
     returns: Tensor
-    """What the value loss regresses to."""
+    """Targets of the value loss."""
     complete_returns: Tensor
-    """Monte Carlo: returns at λ = 1, with nothing of the values in them but the bootstrap value
-    after a response that was cut off, where one is taken."""
+    """Monte Carlo returns (λ = 1). They contain no values, except the bootstrap value after a
+    truncated response if there is one."""
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
-    """π_old/π_sampler within its bounds, where the sampler drew from another distribution."""
+    """π_old/π_sampler, bounded. None if both are the same distribution."""
     token_weights: Tensor | None = None
-    """The weight of each token in its minibatch's loss."""
+    """Weight of each token in its minibatch's loss."""
 
     def __len__(self) -> int:
         return len(self.batch)
 
     def select(self, rows: Tensor) -> Experience:
-        """The experience of the sequences `rows` [k], int64 on the CPU, in their order."""
+        """Select sequences by `rows`, [k] int64 on the CPU, in that order."""
         lengths = self.batch.written_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         per_token = {name: value[index] for name, value in self._per_token().items()}
         return Experience(self.batch.select(rows), **per_token)
 
     def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
-        """At most `count` parts of about as many sequences each, taken in this order [B] int64 on
-        the CPU, each with the weights of its own loss: how it is cut up further does not matter.
+        """Split into at most `count` minibatches of about equal size, each with its loss weights.
 
-        They share the memory of one copy, which is made for all of them together.
+        The weights belong to the minibatch, so splitting it further changes nothing. All
+        minibatches share the memory of one shuffled copy.
+
+        Args:
+            order: [B] int64 on the CPU.
         """
         sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
         shuffled = self.select(order)
@@ -77,8 +80,10 @@ class Experience:
         return minibatches
 
     def microbatches(self, limits: Limits, world: World | None = None) -> Iterator[Experience]:
-        """The parts that this rank runs at once; see `fastppo.data.microbatches`. Where other ranks
-        have more parts than this one, a sequence without weight stands in for the last ones."""
+        """Yield this rank's microbatches; see `fastppo.data.microbatches`.
+
+        If other ranks have more microbatches, a sequence without weight fills in.
+        """
         world = world or World()
         assignment = assign(self.batch.lengths, limits, world)
         parts = assignment.ranks[world.rank]
@@ -93,7 +98,7 @@ class Experience:
             yield replace(filler, token_weights=torch.zeros_like(filler.token_weights))
 
     def weighted(self, aggregation: str) -> Experience:
-        """A copy with the weight of each token in a loss over all of them."""
+        """Return a copy with each token's weight in a loss over the whole batch."""
         weights = token_weights(self.batch.written_lengths, aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
@@ -102,13 +107,13 @@ class Experience:
 
 
 def _tensors(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not None, by name."""
+    """Return the fields of a dataclass except None, by name."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def token_weights(lengths: Tensor, aggregation: str) -> Tensor:
-    """[N] fp32 weights of packed response tokens, from their sequences' lengths [B]."""
+    """Return the weights [N] fp32 of packed response tokens, from the lengths [B]."""
     longest = int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
     return aggregation_weights(mask, aggregation)[mask]

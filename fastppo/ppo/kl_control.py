@@ -1,4 +1,4 @@
-"""What moves β, the coefficient of a KL, from one iteration to the next."""
+"""Controllers of β, the coefficient of a KL, from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class FixedKL:
-    """β stays what it is."""
+    """Constant β."""
 
     coef: float
 
     def update(self, kl: float, sequences: int) -> None:
-        """`kl`: mean over sequences of the summed KL to the reference, nats."""
+        """`kl`: mean KL to the reference, nats per sequence."""
 
 
 @dataclass(slots=True)
 class AdaptiveKL:
     """β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·min(1, n/horizon)).
 
-    Source: Ziegler et al. 2019, 2.2, where the n sequences of an update are few beside the horizon;
-    without the minimum more than five horizons of them would turn β negative.
+    Source: Ziegler et al. 2019, section 2.2. The paper has n much smaller than the horizon; without
+    the minimum, β would turn negative above five horizons.
     """
 
     coef: float
     target: float
     horizon: float = 10_000.0
-    """Sequences over which a constant error of 20 % moves β by 20 %."""
+    """Sequences over which a constant error of 20 % changes β by 20 %."""
 
     def update(self, kl: float, sequences: int) -> None:
         error = min(max(kl / self.target - 1, -0.2), 0.2)

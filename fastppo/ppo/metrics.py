@@ -1,5 +1,4 @@
-"""An iteration's metrics: sums that stay on the device until they are read once, the time of each
-phase, and the records of its responses."""
+"""Metrics of an iteration: sums on the device, phase times, and sample records."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")
-"""Objectives that have no clip range."""
+"""Objectives without a clip range."""
 
 CLIP_METRICS = (
     "clip_fraction",
@@ -40,31 +39,33 @@ CLIP_METRICS = (
     "ratio_above_negative",
     "ratio_below_negative",
 )
-"""Metrics of the objectives that have a clip range."""
+"""Metrics of objectives with a clip range."""
 
 LEAST_DEVIATION = 1e-4
-"""Reward units. Returns or values that deviate by less vary by rounding and by KLs near 0; what is
-divided by such a deviation is undefined. The default warnings have the same bound."""
+"""Reward units. A smaller standard deviation of returns or values comes from rounding and from KLs
+near 0, and ratios to it are undefined. The default warnings use the same bound."""
 
 
 class LossSums(NamedTuple):
-    """What microbatches add to the loss and the metrics of their minibatch: on the device,
-    detached, 0-d but for `policy`."""
+    """Sums over microbatches for the loss and the metrics.
+
+    Detached tensors on the device, 0-d except for `policy`.
+    """
 
     policy: Tensor
-    """[len(SUMS)]: `SUMS` of the policy's loss."""
+    """[len(SUMS)]: the sums named in `SUMS`."""
     loss: Tensor
     value_loss: Tensor
-    """Without its coefficient."""
+    """Without `vf_coef`."""
     value_clipped: Tensor
-    """Tokens whose value loss is that of the clipped value."""
+    """Tokens with a clipped value loss."""
     computed: Tensor | int
-    """Tokens that the trunk was given, padding included."""
+    """Input tokens of the trunk, padding included."""
     ptx_loss: Tensor | None = None
-    """The loss on pretraining text, without its coefficient."""
+    """Loss on pretraining text, without `ptx_coef`."""
 
     def plus(self, other: LossSums) -> LossSums:
-        """The sums over the microbatches of both."""
+        """Add two sums."""
         return LossSums(
             policy=combine_sums(self.policy, other.policy),
             loss=self.loss + other.loss,
@@ -75,15 +76,15 @@ class LossSums(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[LossSums], world: World) -> LossSums:
-        """The sums over all microbatches of all ranks, on every rank.
+        """Add the sums of all microbatches of all ranks.
 
         Args:
-            parts: those of this rank, at least one.
+            parts: this rank's sums, at least one.
         """
         own = functools.reduce(cls.plus, parts)
         if world.size == 1:
             return own
-        # One row of numbers for each rank: a single collective.
+        # One row of numbers per rank needs a single collective.
         names = ("loss", "value_loss", "value_clipped", "computed")
         scalars = [torch.as_tensor(getattr(own, name), device=own.loss.device) for name in names]
         row = torch.cat([torch.stack([x.double() for x in scalars]), own.policy.double()])
@@ -95,17 +96,17 @@ class LossSums(NamedTuple):
 
     @property
     def approx_kl(self) -> Tensor:
-        """0-d: KL to the rollout policy before the step, nats per token."""
+        """KL to the rollout policy before the step, 0-d, nats per token."""
         return self.policy[SUMS.index("approx_kl")] / self.tokens
 
     @property
     def tokens(self) -> Tensor:
-        """0-d: tokens that count, at least 1."""
+        """Number of tokens in the loss, 0-d, at least 1."""
         return self.policy[SUMS.index("tokens")].clamp(min=1)
 
 
 class UpdateMeter:
-    """Metrics of an update: sums that stay on the device until its end, and what steps report."""
+    """Collects the metrics of an update; sums stay on the device until its end."""
 
     def __init__(self) -> None:
         self.sums: LossSums | None = None
@@ -114,11 +115,11 @@ class UpdateMeter:
         self.useful = 0
 
     def add(self, minibatch: Experience, sums: LossSums, step: dict[str, float]) -> None:
-        """Adds a minibatch.
+        """Add a minibatch.
 
         Args:
-            sums: of its microbatches.
-            step: what its optimiser step reports.
+            sums: over its microbatches.
+            step: metrics of its optimizer step.
         """
         self.useful += len(minibatch.batch.tokens)
         self.sums = sums if self.sums is None else self.sums.plus(sums)
@@ -127,13 +128,13 @@ class UpdateMeter:
         self.steps.append(step)
 
     def metrics(self, objective: str = "clip") -> dict[str, float]:
-        """Means over the tokens of all minibatches, or over the minibatches."""
+        """Return means over the tokens of all minibatches, or over the minibatches."""
         sums = self.sums
         assert sums is not None
         steps = len(self.steps)
-        # The penalty's range is no end, so of a clip it has the shares, which are 0.
+        # Computed as for "clip"; `update_metrics` drops the clip fractions of the penalty.
         means = loss_metrics(sums.policy, "clip" if objective == "penalty" else objective)
-        # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
+        # Each minibatch's policy loss is already normalized.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = sums.value_loss / steps
         means["value_clip_fraction"] = sums.value_clipped / sums.tokens
@@ -151,10 +152,10 @@ class UpdateMeter:
 def update_metrics(
     meter: UpdateMeter, options: PPOConfig, *, early_stopped: bool
 ) -> dict[str, float]:
-    """The metrics of an iteration's update, without those of terms that its loss does not have."""
+    """Return the metrics of an update, without those of terms outside its loss."""
     metrics = meter.metrics(options.objective) | options.scheduled_values()
     if not options.kl_loss_coef:
-        del metrics["kl_loss"]  # a term that is not in the loss
+        del metrics["kl_loss"]
     if options.value_clip is None:
         del metrics["value_clip_fraction"]
     if options.early_stop_kl is not None:
@@ -162,7 +163,7 @@ def update_metrics(
         metrics["optimizer_steps"] = float(len(meter.steps))
     if options.objective in UNCLIPPED:
         for name in CLIP_METRICS:
-            metrics.pop(name, None)  # nothing is clipped
+            metrics.pop(name, None)
     return metrics
 
 
@@ -192,8 +193,7 @@ class PhaseTimer:
         self.seconds[phase] = time.perf_counter() - start
 
     def metrics(self, tokens: int, world: World) -> dict[str, float]:
-        """The seconds, and the response tokens per second of all phases together; of several ranks
-        the longest, which all of them then know."""
+        """Return the seconds of each phase, of the slowest rank, and response tokens per second."""
         ranks = world.gather({**self.seconds, "total": sum(self.seconds.values())})
         longest = {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
         total = longest.pop("total")
@@ -202,25 +202,24 @@ class PhaseTimer:
 
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """0-d tensors as numbers, in one transfer."""
+    """Convert 0-d tensors to floats in one transfer."""
     flat = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
     return dict(zip(metrics, flat, strict=True))
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
-    """1 − Var(returns − values)/Var(returns): 1 is a perfect value function, 0 a constant one."""
+    """Return 1 − Var(returns − values)/Var(returns): 1 if values are perfect, 0 if constant."""
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 
 def critic_metrics(experience: Experience) -> dict[str, float]:
-    """How much the value function is worth. Undefined metrics, as where all returns or all values
-    are equal, are left out.
+    """Return critic metrics. Undefined ones, such as with equal returns, are left out.
 
     Returns:
         dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
-        line through the returns of whole responses by their values at the prompt; the
-        `advantage_correlation` of the advantages with the returns, which are the advantages without
-        values; whitening does not change it.
+        regression of whole responses' returns on their values at the prompt;
+        `advantage_correlation`, the correlation of advantages and returns (the advantages without
+        a value function). Whitening does not change it.
     """
     returns = experience.complete_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
@@ -232,7 +231,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
         "explained_variance": explained_variance(returns, experience.old_values),
         "value_calibration": (covariance[0, 1] / covariance[0, 0]).where(varies, math.nan),
     }
-    if len(returns) > 1:  # of one, torch warns
+    if len(returns) > 1:  # torch warns about a single sample
         both = torch.stack([experience.advantages, returns])
         metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
     numbers = to_floats(metrics)
@@ -242,10 +241,10 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, float]:
-    """Means over the batch that the update learns from.
+    """Return means over the batch.
 
     Args:
-        spread: 0-d, the deviation of the advantages before they were whitened.
+        spread: standard deviation of the advantages before whitening, 0-d.
     """
     batch = experience.batch
     metrics = {
@@ -255,8 +254,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:
-        # k1, whatever the estimator in the reward: the unbiased one, and the one that targets
-        # and published runs speak of.
+        # Always k1, the unbiased estimator, for comparison with targets and published runs.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
         metrics["kl"] = total_kl / len(batch)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
@@ -271,11 +269,11 @@ def policy_metrics(
     model: ActorCritic,
     reference: ReferencePolicy | None,
 ) -> dict[str, float]:
-    """Means over responses to which the policy is not trained: the KL to the reference if there
-    is one, nats per sequence; the entropy, nats per token; the length, tokens.
+    """Return entropy (nats per token), response length (tokens) and KL (nats per sequence).
 
     Args:
         plan: the batch in microbatches.
+        reference: None for no KL.
     """
     logprobs, entropy = model.stats_of_plan(plan, **options.softmax)
     means = {
@@ -291,10 +289,10 @@ def policy_metrics(
 def response_metrics(
     scores: Scores, rollout: Rollout, kl_metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Means of the rewards over a batch, and the share of responses that ended by themselves.
+    """Return mean rewards, the share of finished responses, and metrics of turns.
 
     Args:
-        kl_metrics: the KL and β where there is a reference, for the reward less the cost of the KL.
+        kl_metrics: `kl` and `kl_coef` with a reference, for the reward minus the KL penalty.
     """
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
@@ -309,8 +307,7 @@ def response_metrics(
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Turns per episode of an environment, the share of episodes that ended for each reason, and
-    calls of tools per episode by what became of them."""
+    """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
     count = max(1, len(rollout.tokens))
     is_turn = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
@@ -325,7 +322,7 @@ def turn_metrics(rollout: Rollout) -> dict[str, float]:
 def sample_records(
     responses: Responses, experience: Experience, completions: list[str]
 ) -> list[dict[str, Any]]:
-    """The responses as samples.jsonl has them, as many as there are completions."""
+    """Return the records of samples.jsonl, one per completion."""
     prompts, rollout, scores = responses
     kl_by_response = None
     if experience.ref_logprobs is not None:
@@ -349,7 +346,7 @@ def sample_records(
 
 
 def status(metrics: dict[str, float]) -> str:
-    """The numbers that people watch, for the progress bar."""
+    """Return the text of the progress bar."""
     shown = [f"reward {metrics['reward']:.3f}"]
     if "kl" in metrics:
         shown.append(f"KL {round(metrics['kl'], 2) + 0.0:.2f}")  # a sampled KL near 0 may be -0.00

@@ -1,12 +1,11 @@
-"""The terms of PPO's loss that are not the clipped one, which stands in `PPOTrainer.loss`.
+"""Terms of PPO's loss besides the fused policy loss in `PPOTrainer.policy_loss`.
 
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
-cispo, sapo, gspo and dis have another first term than the clip's: `fastppo.ppo_loss`.
-
-With kl_loss_estimator=k1_by_ratio or k3_by_ratio the KL is times r. w is 1, or the importance
-weight of a token that was drawn from another distribution than π_old.
+cispo, sapo, gspo and dis replace the first term of clip; see `fastppo.ppo_loss`. With
+kl_loss_estimator=k1_by_ratio or k3_by_ratio the KL is multiplied by r. w is the importance weight,
+1 for tokens sampled from π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.
 """
@@ -35,13 +34,12 @@ from fastppo.ppo.options.config import BY_RATIO, PPOConfig
 def penalty_loss(
     hidden: Tensor, micro: Experience, options: PPOConfig, *, head: Head, beta: float
 ) -> PPOLoss:
-    """PPO-Penalty of the hidden states [N, H] that predict the response tokens, with KL(old, new)
-    by its estimator on the rollout's tokens.
+    """PPO-Penalty on the hidden states [N, H] that predict the response tokens.
 
-    It is, but for the constant β, an unclipped loss with advantage A − β/w and −β times k1 to the
-    rollout policy, so it goes the same way as the clipped objective.
+    Up to the constant β, it equals an unclipped loss with advantage A − β/w and −β times k1 to the
+    rollout policy, so the fused loss computes it.
     """
-    # The penalty estimates a KL that is 0, with no gradient, at ratio 1: it is not weighted.
+    # The KL to the rollout policy is not weighted: at ratio 1 it is 0, with zero gradient.
     beta_over_weight: Any = beta
     if micro.importance_weights is not None:
         beta_over_weight = beta / micro.importance_weights
@@ -76,16 +74,16 @@ def penalty_loss(
 def kl_keywords(
     reference: ReferencePolicy | None, layout: Layout, options: PPOConfig
 ) -> Iterator[dict[str, Any]]:
-    """The keywords of `linear_ppo_loss` for the KL in the loss.
+    """Yield the keywords of `linear_ppo_loss` for the KL in the loss.
 
-    The exact KL (`full`) needs the reference's hidden states and lm-head, which are whole only
-    within the block where models are sharded: the loss has to be computed in it.
+    The exact KL (`full`) needs the reference's hidden states and lm-head. With sharded models they
+    are gathered only inside the block, so compute the loss inside it.
     """
     estimator = options.kl_loss_estimator
     keywords: dict[str, Any] = {
         "kl_coef": options.kl_loss_coef,
         "kl_estimator": estimator.removesuffix(BY_RATIO),
-        # A schedule may have taken the coefficient to 0.
+        # The coefficient may be 0 because of a schedule.
         "kl_ratio_weighted": estimator.endswith(BY_RATIO) and options.kl_loss_coef > 0,
     }
     if estimator != "full" or not options.kl_loss_coef:
@@ -104,8 +102,15 @@ def add_ptx_gradient(
     world: World,
     backward: Callable[[Tensor], None],
 ) -> Tensor:
-    """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
-    which the ranks share; returns that loss, 0-d."""
+    """PPO-ptx: add γ times the gradient of the language-modeling loss on blocks of text.
+
+    Args:
+        blocks: [n, T] int64, split over the ranks.
+        backward: accumulates the gradient of a loss.
+
+    Returns:
+        The language-modeling loss, 0-d.
+    """
     rows = world.local_rows(len(blocks))
     size = options.limits().count(options.ptx_block_size)
     parts: list[Tensor] = []
@@ -114,7 +119,7 @@ def add_ptx_gradient(
     blocks_per_rank = math.ceil(len(blocks) / world.size)
     losses = []
     for i in range(math.ceil(blocks_per_rank / size)):
-        # A rank that has no more blocks runs one without weight: collectives wait for all ranks.
+        # A rank without blocks left runs one with weight 0, because collectives wait for all ranks.
         part = blocks[:1].to(model.device)
         share = 0.0
         if i < len(parts):

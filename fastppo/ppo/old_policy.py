@@ -1,20 +1,18 @@
-"""The rollout policy as PPO's ratio needs it: its logprobs and values, and how far the sampler was
-from it.
+"""Old logprobs and values, and the importance weights of a sampler that differs from the policy.
 
-The sampler's own are taken where it computes what the learner computes, the same weights in fp32;
-then the learner needs no pass over the batch before its first update. Elsewhere the learner
-recomputes them, and what was drawn from another distribution is corrected by the importance weight
-π_old/π_sampler of each token, or the product of those of its response, which multiplies the policy
-term of its loss. Beyond its bounds it is moved to them (truncated), or the token teaches nothing
-(masked). With top-k, top-p or another restriction π_old/π_sampler is the probability that the
-restriction left. What it left out is never drawn, and no weight brings it back: how much that was
-is among the metrics.
+If the sampler computes the same weights in fp32, its own logprobs and values are used, and the
+learner needs no forward pass before the first update. Otherwise the learner recomputes them. The
+policy term of the loss is then multiplied by the importance weight π_old/π_sampler, per token or
+multiplied over the response. Outside its bounds the weight is clamped (truncate) or 0 (mask). Under
+top-k, top-p or another restriction, π_old/π_sampler is the probability mass that remained.
+Excluded tokens are never sampled, and no weight corrects for that; the metrics report the excluded
+mass.
 
-With `old_logprobs=sampler` the ratio of the loss itself is to the sampler, and the policy makes no
-pass before the update.
+With `old_logprobs=sampler` the ratio in the loss is to the sampler, and there is no forward pass
+before the update.
 
-Sources: truncation, Ionides 2008; for engines that differ from the learner, Yao et al. 2025; the
-mask of tokens with two bounds, Ling Team 2025 (IcePop, arXiv:2510.18855).
+Sources: truncation, Ionides 2008; engines that differ from the learner, Yao et al. 2025; masking
+with two bounds, Ling Team 2025 (IcePop, arXiv:2510.18855).
 """
 
 from __future__ import annotations
@@ -32,31 +30,31 @@ from fastppo.ppo.options.config import PPOConfig
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 MISMATCH_LIMIT = 0.1
-"""Tokens whose ratio π_old/π_sampler is beyond 1 ± this are a metric: half of the default clip
-range. Of the probability that a restriction of the sampler left out, more than this too."""
+"""Tokens with |π_old/π_sampler − 1| above this, or with more excluded mass, are counted in the
+metrics. Half of the default clip range."""
 
 LEAST = torch.finfo(torch.float32).tiny
-"""Replaces a sum of squares that is 0, where all tokens are masked."""
+"""Lower bound of a sum of squares, for a batch with all tokens masked."""
 
 
 class OldPolicy(NamedTuple):
-    """Statistics of a batch under the policy before the update: fp32, packed [N], no gradient."""
+    """Statistics of a batch under the policy before the update: [N] fp32, no gradient."""
 
     logprobs: Tensor
     """Nats, of softmax(z/T)."""
     values: Tensor
     final_values: Tensor | None
-    """[B], of the state after each sequence's last token; read where a response was cut off."""
+    """[B], value after each sequence's last token, used for truncated responses."""
     importance_weights: Tensor | None = None
-    """[N]; None where the sampler drew from the policy itself."""
+    """[N]; None if the sampler is the policy."""
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
 
 
 class GivenPolicy(NamedTuple):
-    """What is known of responses that somebody else generated: fp32, packed [N] on the CPU."""
+    """Known statistics of responses generated elsewhere: [N] fp32 on the CPU."""
 
     logprobs: Tensor | None = None
-    """Nats, of softmax(z/T) under the policy that drew them; None: those of the policy as it is."""
+    """Nats of softmax(z/T) under the generating policy; None means the current policy."""
     values: Tensor | None = None
 
 
@@ -66,7 +64,7 @@ class ReferenceStats(NamedTuple):
     logprobs: Tensor | None = None
     """None without a reference."""
     exact_kl: Tensor | None = None
-    """KL(policy, reference) of each token's distribution, where the reward takes it."""
+    """KL(policy, reference) of each token's distribution, if the reward uses it."""
 
 
 def read_old_policy(
@@ -79,13 +77,13 @@ def read_old_policy(
     sampling: Sampling,
     given_policy: GivenPolicy | None = None,
 ) -> OldPolicy:
-    """Old logprobs and values of the responses of a rollout.
+    """Return old logprobs and values of a rollout's responses.
 
     Args:
         plan: prompts and responses in microbatches.
-        engine, sampling: what drew them, and how.
-        given_policy: in place of what the engine says; values after responses that were cut off are
-            always those of the model as it is.
+        engine, sampling: the rollout's engine and sampling.
+        given_policy: used instead of the engine's. Values after truncated responses always come
+            from the current model.
     """
     device = model.device
     logprobs = None
@@ -109,7 +107,7 @@ def read_old_policy(
         values, final_values = model.values_of_plan(plan)
         old = OldPolicy(torch.cat(sampled).to(device), values, final_values)
         if rollout.logprobs is None:
-            return old  # the loss's own ratio is to the distribution that was drawn from
+            return old  # the ratio in the loss is to the sampler itself
     else:
         evaluation = model.evaluate_plan(plan, **options.softmax)
         old = OldPolicy(
@@ -118,13 +116,13 @@ def read_old_policy(
             evaluation.final_values,
         )
         if rollout.sampler_logprobs is not None:
-            # Those without the restrictions of the sampling, if the engine gives them.
+            # Before top-k and top-p, if the engine returns those.
             engine_logprobs = rollout.logprobs
             if engine_logprobs is None:
                 engine_logprobs = rollout.sampler_logprobs
             metrics = mismatch(old.logprobs, torch.cat(engine_logprobs).to(device))
             old = old._replace(metrics=metrics)
-    # The same weights in fp32 differ by rounding alone, and there is nothing to correct.
+    # With the same weights in fp32, only rounding differs.
     if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
         return old
     sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
@@ -142,10 +140,10 @@ def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
 def read_reference(
     reference: ReferencePolicy | None, plan: MicrobatchPlan, options: PPOConfig, *, kl_coef: float
 ) -> ReferenceStats:
-    """The reference's logprobs of a batch in microbatches, and the exact KL if the reward takes it.
+    """Return the reference's logprobs, and the exact KL if the reward uses it.
 
     Args:
-        kl_coef: of the reward; 0 asks for no exact KL.
+        kl_coef: β in the reward; with 0 the exact KL is not computed.
     """
     if reference is None:
         return ReferenceStats()
@@ -156,10 +154,10 @@ def read_reference(
 
 
 def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
-    """Whether old logprobs and values are both the sampler's.
+    """Whether old logprobs and values both come from the sampler.
 
     Args:
-        is_exact: sampler and learner compute the same weights in fp32.
+        is_exact: whether sampler and learner compute the same weights in fp32.
     """
     lacks_values = rollout.values is None
     if options.bootstrap_truncated:
@@ -172,13 +170,16 @@ def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
 def importance(
     logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, options: PPOConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """(the importance weights [N] fp32, or None without a bound; their metrics).
+    """Return bounded importance weights and their metrics.
 
-    The effective sample size, (Σw)²/(N·Σw²) of the bounded weights, is 1 where all are equal. The
-    other metric is the share of tokens, or of responses, whose ratio was beyond the bounds.
+    The effective sample size of the bounded weights, (Σw)²/(N·Σw²), is 1 if all are equal. The
+    other metric is the share of tokens, or of responses, outside the bounds.
 
     Args:
         lengths: [B] int64, tokens of each response.
+
+    Returns:
+        (weights [N] fp32, or None without a bound; metrics).
     """
     cap = options.importance_cap
     floor = options.importance_floor
@@ -205,10 +206,10 @@ def importance(
 
 
 def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
-    """What top-k, top-p or another restriction kept from being drawn, of π_old's probability.
+    """Return the probability mass of π_old that top-k, top-p or another restriction excluded.
 
-    With m = min(π_old/π_sampler, 1), the probability of the tokens that were left: the mean of
-    1 − m, and the share of tokens at which it was more than a tenth.
+    With the remaining mass m = min(π_old/π_sampler, 1): the mean of 1 − m, and the share of tokens
+    with 1 − m above `MISMATCH_LIMIT`.
     """
     if not len(logprobs):
         return {}
@@ -222,7 +223,7 @@ def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
 
 
 def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
-    """How far the learner's logprobs [N] are from the sampler's, token by token, nats."""
+    """Return the distance of the learner's logprobs [N] from the sampler's, in nats."""
     if not len(logprobs):
         return {}
     gap = logprobs - sampled

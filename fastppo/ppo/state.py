@@ -1,7 +1,7 @@
-"""Everything of a run that changes and is neither a weight nor a moment of the optimiser.
+"""The state of a run besides weights and optimizer.
 
-A run is its options and this: the schedules, the learning rate and the place in the prompts follow
-from the counters, so a checkpoint holds `state_dict()`, and a run that loads it goes on as it was.
+Schedules, learning rate and the position in the prompts follow from the counters and the options.
+A checkpoint stores `state_dict()`, and a run that loads it continues exactly.
 """
 
 from __future__ import annotations
@@ -30,20 +30,19 @@ COUNTERS = (
 )
 
 MOST_SKIPPED = 5
-"""Steps that may be skipped one after the other before the run stops: by then it is no accident of
-one batch."""
+"""Consecutive skipped steps after which the run stops."""
 
 FIRST_POLICY_BETA = 1.0
-"""β of the KL to the rollout policy in the first iteration, per nat."""
+"""β of objective=penalty in the first iteration, per nat."""
 
 
 class RunStoppedError(RuntimeError):
-    """A threshold of `stop_if` was crossed; checkpoint, policy and report are written."""
+    """A metric crossed a threshold of `stop_if`. Checkpoint, policy and report are written."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """The counters and controllers of a run."""
+    """Counters and controllers of a run."""
 
     kl_control: FixedKL | AdaptiveKL | PenaltyKL
     """β of the KL in the reward."""
@@ -51,7 +50,7 @@ class RunState:
     """β of the KL to the rollout policy, for objective=penalty."""
     watch: Watch
     value_regression: ValueRegression | None = None
-    """The value head's, where AdamW does not train it; `state_dict` is without its tensors."""
+    """For a closed-form value head. `state_dict` does not contain its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
     iteration: int = 0
     optimizer_step: int = 0
@@ -62,12 +61,12 @@ class RunState:
     skipped_in_a_row: int = 0
     evaluations: BestEvaluations = field(default_factory=BestEvaluations)
     successes: dict[int, str] = field(default_factory=dict)
-    """The last responses to each prompt that was asked, by its row, newest last: 1 for solved, 0
-    for not. Kept where `solved_reward` is given."""
+    """For each prompt by row, its latest responses, newest last: 1 if solved, else 0. Only with
+    `solved_reward`."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> RunState:
-        """The state of a run before its first iteration."""
+        """Return the state before the first iteration."""
         return cls(
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
@@ -76,49 +75,45 @@ class RunState:
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
-        """Sets the coefficients that the iteration's options fix.
-
-        Args:
-            options: those of this iteration, schedules applied.
-        """
+        """Set the coefficients of an iteration from its options."""
         if isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = options.kl_coef
 
     def move_kl_coef(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
-        """Moves β of the KL in the reward.
+        """Update β of the KL in the reward.
 
         Args:
-            kl: an iteration's KL to the reference, nats per sequence; None where there is none.
-            sequences: that it is the mean of.
+            kl: mean KL to the reference, nats per sequence; None without a reference.
+            sequences: number of sequences in the mean.
         """
         if kl is not None and not self.is_warming_up(options):
             self.kl_control.update(kl, sequences)
 
     def skip_step(self, numbers: Mapping[str, float]) -> str:
-        """Counts an optimiser step that is not taken; a sentence about it.
+        """Count a skipped optimizer step and return a message about it.
 
         Args:
-            numbers: loss and norms of the gradient, of which one at least is not finite.
+            numbers: loss and gradient norms; at least one is not finite.
 
         Raises:
-            FloatingPointError: too many in a row.
+            FloatingPointError: too many steps in a row were skipped.
         """
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         wrong = [f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x)]
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
-                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite loss or "
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or "
                 f"gradient, the last one {', '.join(wrong)}; lower the learning rate, or look for "
                 "inf in the rewards or logits"
             )
-        return f"optimiser step {self.optimizer_step + 1}: {', '.join(wrong)}; skipped"
+        return f"optimizer step {self.optimizer_step + 1}: {', '.join(wrong)}; skipped"
 
     def raise_if_stopped(self, run_dir: Path | None = None) -> None:
-        """Raises RunStoppedError if a threshold was crossed.
+        """Raise RunStoppedError if a threshold was crossed.
 
         Args:
-            run_dir: where checkpoint, policy and report are, at the end of a run.
+            run_dir: directory of checkpoint, policy and report, at the end of a run.
         """
         if self.watch.stopped_by:
             reasons = "; ".join(self.watch.stopped_by)
@@ -130,11 +125,11 @@ class RunState:
             )
 
     def is_warming_up(self, options: PPOConfig) -> bool:
-        """Whether this iteration trains the value function alone."""
+        """Whether this iteration trains only the value function."""
         return self.iteration < options.value_warmup_iterations
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, as JSON has it."""
+        """Return the state as JSON."""
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "kl_coef": self.kl_control.coef,
@@ -170,9 +165,9 @@ def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
 def _watch(config: PPOConfig) -> Watch:
     warn_if = [parse_threshold(text) for text in config.warn_if]
     stop_if = [parse_threshold(text) for text in config.stop_if]
-    # The default thresholds are for any run; one that the user chose is missed if it is absent.
+    # A default threshold may name an absent metric; a threshold of the user may not.
     chosen = [threshold for threshold in warn_if if str(threshold) not in WARNINGS] + stop_if
     after = ABSENT_AFTER
     if config.eval_prompts and any(threshold.metric.startswith("eval/") for threshold in chosen):
-        after = max(after, config.eval_interval)  # by then there has been an evaluation
+        after = max(after, config.eval_interval)  # the first evaluation
     return Watch(warn_if, stop_if, chosen, min(after, config.iterations))

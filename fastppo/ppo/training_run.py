@@ -1,10 +1,7 @@
-"""The loop of a run, from its first iteration or the one that it resumes at: everything but the
-algorithm.
+"""The loop of a run: everything around `PPOTrainer.iterate`.
 
-    the lock of the run directory, signals, checkpoints, callbacks    around all iterations
-    prompts, records, evaluation, warnings                            around each
-
-The algorithm itself is `PPOTrainer.iterate`.
+Around all iterations: the lock of the run directory, signals, checkpoints, callbacks. Around each
+iteration: prompts, records, evaluation, warnings.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
 INTERRUPTIBLE = ("score", "experience")
-"""Phases before which a run may stop: the iteration has not changed anything yet."""
+"""Phases that a run can stop before, because the iteration has not changed anything yet."""
 
 
 class TrainingRun:
@@ -55,13 +52,15 @@ class TrainingRun:
         self.run_dir = Path(trainer.config.output_dir)
         self.stop_request = StopRequest(self.world)
         self.out_of_prompts = ""
-        """Why no prompt is left to ask; empty while there are some."""
+        """Why no prompts are left; empty while there are some."""
         self.evaluation_error: RolloutError | None = None
-        """Why the evaluation after the last update failed; that update is kept."""
+        """Error of the evaluation after the last update; the update is kept."""
 
     def run(self) -> dict[str, float]:
-        """Iterates, and writes policy and report; the last metrics. For what it raises, see
-        `PPOTrainer.train`."""
+        """Run the iterations, write policy and report, and return the last metrics.
+
+        For the exceptions see `PPOTrainer.train`.
+        """
         with self._surroundings():
             self._begin()
             log = self._open_log()
@@ -84,7 +83,7 @@ class TrainingRun:
         )
 
     def _write_results(self) -> None:
-        """The policy, the best one where it is kept, and the report."""
+        """Write the policy, the best policy if it is kept, and the report."""
         self.trainer.save_policy(self.run_dir / "policy")
         best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
         if best is not None:
@@ -99,7 +98,7 @@ class TrainingRun:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Locks the run directory and listens for signals; closes everything at the end."""
+        """Lock the run directory, handle signals, and close everything at the end."""
         with ExitStack() as stack:
             stack.enter_context(lasting_console())
             stack.enter_context(self.world.with_timeout())
@@ -140,7 +139,7 @@ class TrainingRun:
         except Exception as error:
             log.failed(error)
             if self.world.is_main and self.state.iteration:
-                with suppress(OSError, ValueError):  # the run's error is the one to tell
+                with suppress(OSError, ValueError):  # the run's own error matters more
                     write_report(self.run_dir)
             if isinstance(error, RolloutError):
                 how_far = f"stopped{self.checkpoints.how_far()}"
@@ -150,8 +149,11 @@ class TrainingRun:
             log.close()
 
     def _iterations(self, log: SharedLog) -> dict[str, float]:
-        """Iterates to the end, or until the watch, a callback or a signal stops it, and writes the
-        last checkpoint; the last metrics."""
+        """Iterate until the end, a threshold, a callback or a signal, and write a last checkpoint.
+
+        Returns:
+            The last metrics.
+        """
         first = self.state.iteration
         end = self.config.iterations
         metrics: dict[str, float] = {}
@@ -169,14 +171,14 @@ class TrainingRun:
                     self.out_of_prompts = str(ended)
                     break
                 except RolloutError:
-                    # After a part of an update there is nothing to save: a resumed run begins at
+                    # In the middle of an update there is nothing to save; a resumed run starts at
                     # the last checkpoint.
                     if self.state.optimizer_step == steps_before:
                         restore_random_state(random_state_before)
                         self.checkpoints.finish()
                     raise
                 except FloatingPointError as error:
-                    # No checkpoint: half of the iteration's steps were taken.
+                    # No checkpoint, because only some of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
                     log.metrics(self.state.iteration, skipped, [f"stopped: {error}"])
                     raise
@@ -187,33 +189,33 @@ class TrainingRun:
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
                     raise self.evaluation_error
-        self.checkpoints.finish()  # if it fails, that is why the run ended
+        self.checkpoints.finish()
         if self._is_short:
             log.ended(self._why_ended())
         return metrics
 
     def _why_ended(self) -> str:
-        """Why the run ended before its last iteration."""
+        """Return why the run ended before its last iteration."""
         if self.state.watch.stopped_by:
             return "; ".join(self.state.watch.stopped_by)
         if self.stop_request.stop:
             return f"stopped by {signal.Signals(self.stop_request.stop).name}"
-        return self.out_of_prompts or "a callback asked for it"
+        return self.out_of_prompts or "a callback requested it"
 
     def _is_over(self) -> bool:
         crossed = bool(self.state.watch.stopped_by)
         return bool(self.stop_request.stop) or self.callbacks.stop or crossed
 
     def iteration(self, log: Any) -> dict[str, float]:
-        """An iteration on the curriculum's next prompts, and its records; its metrics.
+        """Run an iteration on the next prompts, write its records and return its metrics.
 
         Args:
-            log: `RunLog`, or what has its `metrics` and `samples`.
+            log: a `RunLog`, or an object with its `metrics` and `samples`.
 
         Raises:
-            PhaseEndedError: the run is to stop, or no prompt is left; nothing has changed.
-            RolloutError: the engine has no responses.
-            FloatingPointError: too many optimiser steps in a row were not finite.
+            PhaseEndedError: the run stops, or no prompt is left; nothing has changed.
+            RolloutError: the engine returned no responses.
+            FloatingPointError: too many optimizer steps in a row were not finite.
         """
         trainer = self.trainer
         options = trainer.begin_iteration()
@@ -245,7 +247,7 @@ class TrainingRun:
         return metrics
 
     def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
-        """Token ids of the prompts of the next iteration, none where there is none."""
+        """Return the token ids of the next iteration's prompts; none after the last."""
         number = self.state.iteration + 1
         if number == self.config.iterations:
             return []

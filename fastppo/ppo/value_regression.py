@@ -1,24 +1,26 @@
-"""The value head in closed form: ridge regression of the returns on the states that it reads.
+"""The value head in closed form: ridge regression of the returns on the hidden states.
 
-A linear head needs no learning rate. With a batch's tokens as the rows of Z = [X 1 y], X [N, H] the
-states that the head reads and y [N] the Monte Carlo returns, all that a regression needs are the
-second moments, of this batch and, ρ times as much for each update since, of those before it:
+A linear head needs no learning rate. Let a batch's tokens be the rows of Z = [X 1 y], with the
+value head's input states X [N, H] and the Monte Carlo returns y [N]. The regression only needs
+second moments, decayed by ρ per update:
 
     M ← ρM + ZᵀZ                                    [H + 2, H + 2]
 
-They give the means x̄, ȳ and the centred sums S = Σ(x − x̄)(x − x̄)ᵀ, s = Σ(x − x̄)(y − ȳ), and these
-the head, whose bias is not shrunk:
+They contain the means x̄, ȳ and the centred sums S = Σ(x − x̄)(x − x̄)ᵀ, s = Σ(x − x̄)(y − ȳ). The head
+follows, without shrinkage of the bias:
 
     w = (S + λ·mean(diag S)·I)⁻¹ s,    bias = ȳ − x̄ᵀw
 
-λ is the one of `RIDGES` whose heads foresaw best, each the batch that came after its fit: tokens of
-one response share its return, so a rule that takes them for independent, as generalised
-cross-validation does, would shrink too little. With u = (w, bias, −1) the squared error on a batch
-is uᵀ(ZᵀZ)u, so nobody keeps a state.
+λ is chosen from `RIDGES` by prediction: each λ's head is tested on the batch after its fit. The
+tokens of a response share its return, so generalized cross-validation, with its assumption of
+independent rows, would shrink too little. With u = (w, bias, −1) the squared error on a batch is
+uᵀ(ZᵀZ)u, so no states are kept.
 
-The states are those of the update's last epoch, which the loss has anyway. M is fp64 on the device:
-8(H + 2)² bytes, and as much for the batch's share. A batch costs 2N(H + 2)² FLOP, an update
-len(RIDGES) Cholesky decompositions of H³/3.
+The states are those of the update's last epoch; the loss has them anyway. M is fp64 on the device:
+8(H + 2)² bytes, and the same again for the current batch. A batch costs 2N(H + 2)² FLOP, and an
+update len(RIDGES) Cholesky decompositions of H³/3 FLOP.
+
+POISE (arXiv:2605.07579) also trains a value probe on the actor's hidden states.
 """
 
 from __future__ import annotations
@@ -33,49 +35,49 @@ from fastppo.models.sharding import sharded_like
 from fastppo.ppo.experience import Experience
 
 DECAY = 0.8
-"""ρ: what a batch counts for after each later update."""
+"""ρ: the factor on a batch's weight at each later update."""
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-"""λ, in units of the mean variance of a state's entry. The largest leaves little but the mean."""
+"""λ, in units of the states' mean variance. The largest leaves little more than the mean."""
 
 FIRST_RIDGE = 1
-"""Index of the ridge of the first fit, before a second batch can compare them."""
+"""Index of the first fit's λ, before a second batch allows a comparison."""
 
 TOKENS_PER_WEIGHT = 4
-"""A first batch with fewer tokens than this per entry of a state begins with the largest ridge: a
-head with less shrinkage may predict the next batch worse than the mean does."""
+"""With fewer tokens than this per state dimension, the first fit uses the largest λ. A head with
+less shrinkage may predict worse than the mean."""
 
 ROWS = 512
-"""Rows of states that are converted to fp64 at once."""
+"""Rows of states converted to fp64 at a time."""
 
 NEGLIGIBLE = 1e-10
-"""A variance of this share of the mean square is rounding: the states do not vary."""
+"""A variance below this share of the mean square is rounding error."""
 
 
 class ValueRegression:
-    """The moments of a run, and the heads that follow from them."""
+    """Moments of the states and returns of a run, and the value heads fitted to them."""
 
     def __init__(self) -> None:
         self.moments: Tensor | None = None
         """M, [H + 2, H + 2] fp64; None before the first fit."""
         self.heads: Tensor | None = None
-        """[len(RIDGES), H + 2] fp64: u of each λ."""
+        """[len(RIDGES), H + 2] fp64: u for each λ."""
         self.errors = torch.zeros(len(RIDGES), dtype=torch.float64)
-        """Σ (value − return)² of each λ on the batches after its fits, forgotten as M is."""
+        """Σ (value − return)² for each λ on the batch after its fit, decayed like M."""
         self.batch: Tensor | None = None
-        """ZᵀZ of the batch, as far as it has been seen."""
+        """ZᵀZ of the current batch so far."""
 
     def begin_batch(self) -> None:
-        """Forgets what was added since the last fit."""
+        """Discard the tokens added since the last fit."""
         self.batch = None
 
     @torch.no_grad()
     def add(self, states: Tensor, micro: Experience) -> None:
-        """Adds the tokens of a microbatch.
+        """Add the tokens of a microbatch.
 
         Args:
-            states: [n, H], what the head read before each of them, in any dtype.
-            micro: tokens without weight, which only keep a rank busy, count for nothing.
+            states: [n, H], the value head's inputs, any dtype.
+            micro: their returns and weights. Tokens without weight are left out.
         """
         returns = micro.complete_returns
         assert micro.token_weights is not None
@@ -94,9 +96,11 @@ class ValueRegression:
 
     @torch.no_grad()
     def fit(self, head: torch.nn.Linear, world: World) -> None:
-        """Takes up the batch that was added, of all ranks, and writes the head that follows. A
-        batch without tokens, or with a number that is not finite, changes nothing."""
-        if self.batch is None:  # the memory of a process that is alone ran out
+        """Fit the value head to the batch of all ranks and the decayed moments before it.
+
+        An empty batch, or one with a number that is not finite, leaves the head as it is.
+        """
+        if self.batch is None:  # memory ran out in a single process
             return
         batch = world.total(self.batch)
         self.batch = None
@@ -114,7 +118,7 @@ class ValueRegression:
 
     @property
     def best(self) -> int:
-        """The place in `RIDGES` of the λ that is used."""
+        """Index in `RIDGES` of the λ in use."""
         if self.errors.any():
             return int(self.errors.argmin())
         assert self.moments is not None
@@ -124,7 +128,7 @@ class ValueRegression:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The ridge of the head, once there is one."""
+        """The λ in use, after the first fit."""
         return {} if self.heads is None else {"value_ridge": RIDGES[self.best]}
 
     def _write(self, head: Any) -> None:
@@ -134,17 +138,17 @@ class ValueRegression:
         head.bias.copy_(sharded_like(chosen[-2:-1], head.bias))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds; nothing before the first fit."""
+        """Return the tensors for a checkpoint; none before the first fit."""
         if self.moments is None or self.heads is None:
             return {}
         return {"moments": self.moments, "heads": self.heads, "errors": self.errors}
 
     @torch.no_grad()
     def load_tensors(self, tensors: dict[str, Tensor], head: torch.nn.Linear) -> None:
-        """Restores what `tensors` gave, and the head with it.
+        """Restore what `tensors` returned, and the head.
 
         Raises:
-            ValueError: they are of states of another width.
+            ValueError: the states have another width.
         """
         if not tensors:
             return
@@ -164,14 +168,14 @@ class ValueRegression:
 
 
 def ridge_head(moments: Tensor, ridge: float) -> Tensor:
-    """(w, bias, −1) [H + 2] fp64 of the moments [H + 2, H + 2] of (x, 1, y)."""
+    """Return (w, bias, −1), [H + 2] fp64, from the moments [H + 2, H + 2] of (x, 1, y)."""
     count = moments[-2, -2]
     means = moments[-2] / count
     centred = moments - (count * means).outer(means)
     covariance = centred[:-2, :-2]
     mean_square = moments.diagonal()[:-2].mean()
     scale = covariance.diagonal().mean().clamp(min=NEGLIGIBLE * mean_square)
-    # Where all states are zero any ridge gives the weight 0.
+    # If all states are zero, any λ gives the weight 0.
     scale = torch.where(scale > 0, scale, 1.0)
     weight = _solve(covariance, centred[:-2, -1], ridge * scale)
     bias = means[-1] - means[:-2] @ weight
@@ -179,8 +183,10 @@ def ridge_head(moments: Tensor, ridge: float) -> Tensor:
 
 
 def _solve(matrix: Tensor, target: Tensor, ridge: Tensor) -> Tensor:
-    """(matrix + ridge·I)⁻¹ target, with the least power of ten times the ridge that makes it
-    positive definite in fp64 too."""
+    """Return (matrix + ridge·I)⁻¹ target.
+
+    The ridge grows by powers of ten until the matrix is positive definite in fp64.
+    """
     while True:
         shrunk = matrix.clone()
         shrunk.diagonal().add_(ridge)

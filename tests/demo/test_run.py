@@ -23,7 +23,7 @@ def test_a_stopped_demo_keeps_the_earlier_run_and_starts_over(
 ) -> None:
 
     def stopped(*arguments: Any, **options: Any) -> None:
-        raise Stopped(signal.SIGTERM, " after 3 of 9 steps; `--resume true` goes on from there")
+        raise Stopped(signal.SIGTERM, " after 3 of 9 steps; `--resume true` continues from there")
 
     monkeypatch.setattr("fastppo.demo.run.supervised_stages", stopped)
     (tmp_path / "ppo").mkdir()

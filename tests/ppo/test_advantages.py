@@ -115,7 +115,9 @@ def test_a_group_is_normalised_by_its_own_mean_and_deviation() -> None:
 
 def test_part_of_a_group_is_refused() -> None:
     options = {"samples_per_prompt": 3, "rollout_batch_size": 12, "minibatches": 1}
-    with pytest.raises(ValueError, match=r"the 3 responses to a prompt.*got 4 responses"):
+    with pytest.raises(
+        ValueError, match=r"samples_per_prompt=3 adjacent responses.*got 4 responses"
+    ):
         _of_groups("rloo", **options)
 
 

@@ -203,7 +203,7 @@ def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path
     experience.advantages[0] = float("nan")
     assert trainer.update(experience, one_step(trainer))["skipped_steps"] == 1
     torch.testing.assert_close(before, [*trainer.model.causal_lm.parameters()], rtol=0, atol=0)
-    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimiser steps in a row"):
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimizer steps in a row"):
         trainer.update(experience, one_step(trainer, ppo_epochs=9))
 
 
@@ -211,5 +211,5 @@ def test_the_sentence_names_what_was_not_finite() -> None:
     state = RunState.of(PPOConfig())
     state.optimizer_step = 17
     numbers = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
-    assert state.skip_step(numbers) == "optimiser step 18: grad_norm inf; skipped"
+    assert state.skip_step(numbers) == "optimizer step 18: grad_norm inf; skipped"
     assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)

@@ -101,11 +101,11 @@ def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
         return tiny.count_w7(prompts, completions)
 
     trainer = make_trainer(tmp_path, rewards=[reward], ppo_epochs=MOST_SKIPPED)
-    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimiser steps in a row"):
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimizer steps in a row"):
         trainer.train()
     (record,) = records(trainer)
     assert record["skipped_steps"] == MOST_SKIPPED
-    assert record["warnings"][0].startswith(f"stopped: {MOST_SKIPPED} optimiser steps")
+    assert record["warnings"][0].startswith(f"stopped: {MOST_SKIPPED} optimizer steps")
 
 
 def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) -> None:
