@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT: put on a model in place, and merged into what is saved."""
+"""LoRA adapters by PEFT: added to a model in place, and merged when saving."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def add_adapters(
     target_modules: Sequence[str] | None = None,
     task_type: str = "CAUSAL_LM",
 ) -> Any:
-    """Puts LoRA adapters on the model, in place, and returns the PEFT model around it.
+    """Add LoRA adapters to the model in place, and return the PEFT model around it.
 
     Args:
-        task_type: CAUSAL_LM, or SEQ_CLS, which trains the classifier's head in full.
+        task_type: CAUSAL_LM, or SEQ_CLS to train the classification head in full.
 
     Raises:
         ImportError: peft is not installed.
@@ -38,18 +38,18 @@ def add_adapters(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=list(target_modules) if target_modules else "all-linear",
-        # GPT-2 has its weights transposed, which PEFT has to know.
+        # GPT-2's weights are transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type=task_type,
     )
     with warnings.catch_warnings():
-        # peft's use of an attribute that transformers renamed: nothing that a user can mend.
+        # PEFT uses an attribute that transformers renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         return get_peft_model(model, config)
 
 
 def adapters_of(model: PreTrainedModel, options: Any, task_type: str = "CAUSAL_LM") -> Any:
-    """`add_adapters` as options ask for them; None where their `lora_rank` is 0."""
+    """Call `add_adapters` with a run's options. Returns None if `lora_rank` is 0."""
     if options.lora_rank == 0:
         return None
     return add_adapters(
@@ -62,15 +62,17 @@ def adapters_of(model: PreTrainedModel, options: Any, task_type: str = "CAUSAL_L
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """`state_dict` of the tensors as they are now: of a sharded module that is gathered, the whole
-    tensors, where under FSDP `state_dict` gives shards."""
+    """Return the `state_dict` of the current tensors.
+
+    On a gathered FSDP module these are full tensors; its own `state_dict` returns shards.
+    """
     state: dict[str, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         tensors = [
             *child.named_parameters(recurse=False, remove_duplicate=False),
             *child.named_buffers(recurse=False, remove_duplicate=False),
         ]
-        # torch says nowhere else which buffers it leaves out of `state_dict`.
+        # torch has no public list of the buffers that `state_dict` leaves out.
         left_out = child._non_persistent_buffers_set
         for name, value in tensors:
             if name not in left_out:
@@ -79,15 +81,17 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """State of the plain model with each adapter's weights added in; the model is left as it is.
-    Matrices of 4 bits a weight become fp32."""
+    """Return the state of the plain model with merged adapters; the model does not change.
+
+    4-bit matrices are dequantized to fp32.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
     }
     quantized = {f"{name}.weight": m for name, m in model.named_modules() if is_quantized(m)}
-    # Frozen matrices may be in half precision, which would round the adapters away.
+    # Adding the adapters to frozen matrices in half precision would round them away.
     embeddings: Any = model.get_input_embeddings()
     saved_dtype = embeddings.weight.dtype
     state = {}

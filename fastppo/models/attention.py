@@ -1,16 +1,17 @@
-"""Causal attention without a mask: over right-padded rows, and over sequences packed into one row.
+"""Causal attention without a mask, for right-padded rows and for packed sequences.
 
-transformers makes a mask in every forward pass, and to learn whether one is needed it reads values
-off the device, for which the host waits; a mask then keeps SDPA from its fastest kernels. Here it
-is known beforehand: no token sees padding on the right, and the borders of packed sequences are at
-hand. So a trunk is given a `mark` in a mask's place, four-dimensional, which transformers passes
-through unread, and its attention functions, wrapped below through `AttentionInterface`, take the
-mark for "causal, nothing masked". Being an argument, the mark is there again when activations are
-recomputed. Calls without it, generation's among them, go to transformers' own functions unchanged.
+transformers builds a mask in every forward pass. To decide whether one is needed it synchronises
+with the GPU, and a mask keeps SDPA from its fastest kernels. Training needs neither: no token sees
+padding on its right, and the bounds of packed sequences are known.
 
-Packed rows go through flash-attn where the model was loaded with it, else through torch's
-`varlen_attn`, on a GPU in half precision. Anywhere else they get no mark, and transformers makes a
-block-diagonal mask of quadratic size from their position ids: for tests.
+So the trunk gets a `mark`, an empty four-dimensional mask that transformers passes on unread.
+Attention functions registered with `AttentionInterface` read it as "causal, nothing masked". The
+mark is an argument, so it is present when activations are recomputed. Calls without it, such as
+generation, use transformers' functions unchanged.
+
+Packed rows use flash-attn if the model was loaded with it, else torch's `varlen_attn`; both need a
+GPU and half precision. Otherwise they get no mark, and transformers builds a block-diagonal mask of
+quadratic size from the position ids, which is good enough for tests.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ ABSENT = object()
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""Fewer heads of keys than of queries: torch needs to be told since 2.13."""
+"""torch 2.13 and later need a flag for grouped-query attention."""
 
 
 def mark(device: torch.device) -> Tensor:
-    """A tensor that stands for a mask that masks nothing."""
+    """Return the stand-in for a mask that masks nothing."""
     return torch.zeros(1, 1, 0, 0, device=device)
 
 
 def packed_arguments(packing: Packing) -> dict[str, Any]:
-    """The keywords of a trunk's forward pass over packed sequences, by transformers' names."""
+    """Return transformers' keywords for a forward pass over packed sequences."""
     return {
         "position_ids": packing.position_ids,
         "cu_seq_lens_q": packing.cu_seqlens,
@@ -52,12 +53,12 @@ def packed_arguments(packing: Packing) -> dict[str, Any]:
 
 
 def window(trunk: PreTrainedModel) -> int | None:
-    """Tokens that the sliding windows of a trunk's layers see, if there are any."""
+    """Return the size of the trunk's sliding windows, tokens, or None."""
     return getattr(trunk.config.get_text_config(), "sliding_window", None)
 
 
 def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
-    """Whether a trunk's attention goes through a function that knows the mark."""
+    """Whether the trunk's attention functions know the mark."""
     config = trunk.config.get_text_config()
     return (
         trunk._supports_attention_backend
@@ -67,7 +68,7 @@ def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
 
 
 def packs_without_mask(trunk: PreTrainedModel) -> bool:
-    """Whether flash-attn's and torch's kernels for packed rows take what the trunk computes."""
+    """Whether the kernels for packed rows support the trunk's device and dtype."""
     device = trunk.device.type
     dtype = trunk.dtype
     if torch.is_autocast_enabled(device):
@@ -108,7 +109,11 @@ def _packed(
     softcap: float | None = None,
     **keywords: Any,
 ) -> Tensor:
-    """[1, S, heads, D] of query [1, heads, S, D], key and value [1, fewer heads, S, D]."""
+    """Attend from query [1, heads, S, D] to key and value [1, kv_heads, S, D].
+
+    Returns:
+        [1, S, heads, D].
+    """
     config: Any = module.config
     if sliding_window is ABSENT:
         if getattr(config, "sliding_window", None) is not None:
@@ -116,7 +121,7 @@ def _packed(
                 f"{type(module).__name__} does not pass its sliding window to attention"
             )
         sliding_window = None
-    # Under autocast rotary embeddings leave queries and keys in fp32.
+    # Under autocast, rotary embeddings leave queries and keys in fp32.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
     if flash:

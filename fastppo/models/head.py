@@ -1,6 +1,6 @@
-"""The lm-head: from hidden states to logits, or to the statistics of a token without them.
+"""The lm-head: logits of hidden states, or token statistics without logits.
 
-What a model does to its logits after the lm-head, a scale or a soft-cap, is read off its config:
+The config of the model gives the scale and soft-cap of its logits:
 
     z = softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)
 """
@@ -29,7 +29,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, causal_lm: PreTrainedModel) -> Head:
-        """The head of a causal LM, tied to its embeddings or not."""
+        """Return the head of a causal LM, with or without tied embeddings."""
         layer = lm_head_of(causal_lm)
         logit_scale, softcap = _logit_transform(causal_lm.config)
         return cls(
@@ -41,7 +41,7 @@ class Head(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """V, the number of tokens that it knows."""
+        """V, the size of the vocabulary."""
         return self.weight.shape[0]
 
     @property
@@ -51,11 +51,11 @@ class Head(NamedTuple):
 
     @property
     def transform(self) -> dict[str, Any]:
-        """What happens to the logits, as the keywords of the losses."""
+        """Scale and soft-cap of the logits, as keywords of the losses."""
         return {"logit_scale": self.logit_scale, "softcap": self.softcap}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) logits as the model's own forward pass returns them, fp32."""
+        """Return the model's logits, (..., V) fp32."""
         z = nn.functional.linear(hidden, self.weight, self.bias).float()
         z = z if self.logit_scale == 1 else z * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
@@ -68,8 +68,15 @@ class Head(NamedTuple):
         ref: RefStates | None = None,
         **options: Any,
     ) -> TokenStats:
-        """Logprobs and entropy of the tokens that hidden [N, H] predict and, given a reference, the
-        exact KL to it: [N] fp32 each, nats, differentiable. Options: `fastppo.token_stats`."""
+        """Return logprobs and entropy at hidden states [N, H], and the exact KL to a reference.
+
+        Args:
+            tokens: [N] int64.
+            options: of `fastppo.token_stats`.
+
+        Returns:
+            [N] fp32 each, nats, differentiable.
+        """
         return linear_token_stats(
             hidden,
             self.weight,
@@ -82,14 +89,14 @@ class Head(NamedTuple):
 
 
 class RefStates(NamedTuple):
-    """A reference policy's hidden states [N, H'], and the head that turns them into logits."""
+    """A reference policy's hidden states [N, H'] and head."""
 
     hidden: Tensor
     head: Head
 
     @property
     def operands(self) -> dict[str, Any]:
-        """The keywords with which a linear loss or its statistics form the exact KL."""
+        """Keywords of the linear losses and statistics for the exact KL."""
         return {
             "ref_hidden": self.hidden,
             "ref_weight": self.head.weight,
@@ -98,14 +105,13 @@ class RefStates(NamedTuple):
 
 
 def lm_head_of(causal_lm: PreTrainedModel) -> Any:
-    """The layer that makes the logits; where PEFT trains it whole (`modules_to_save`), that is the
-    active adapter's copy of it."""
+    """Return the lm-head layer, or the active adapter's copy of it (PEFT's `modules_to_save`)."""
     layer: Any = causal_lm.get_output_embeddings()
     return active_copy(layer)
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:
-    """(logit_scale, softcap) by the names that transformers' configs use for them."""
+    """Read (logit_scale, softcap) from a config of transformers."""
     text = config.get_text_config()
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1

@@ -1,8 +1,8 @@
-"""Whether a trunk may be given packed sequences: packed must equal padded, values and gradients.
+"""Decide whether to pack sequences into one row.
 
-Most trunks take positions that start anew for each sequence and keep the sequences apart. Some do
-not, without an error: OPT counts positions along the row, whatever it is given. So a small batch is
-run both ways before packing is used.
+Most trunks accept positions that restart at each sequence, and keep sequences apart. Others give
+wrong results without an error: OPT counts positions along the row. So packing is used only after a
+small batch gives the same states and gradients packed and padded.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fastppo.models.trunk import context_length, hidden_states, takes_mark
 from fastppo.models.value import CriticValue
 
 LENGTHS = (5, 11, 3, 8)
-"""Lengths of the sequences that are compared: longer after shorter, and shorter after longer."""
+"""Lengths of the test sequences: a longer one after a shorter one, and the reverse."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Relative, by the dtype of the products: sums in another order. A wrong position or a token that
-sees another sequence changes the first digit."""
+"""Relative, by the dtype of the products, for sums in another order. A wrong position or a leak
+between sequences changes the first digit."""
 
 
 def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | None) -> str | None:
-    """Sets `packing` of the policy by the option, auto, on or off.
+    """Set `policy.packing` by the option: auto, on or off.
 
     Args:
-        reference: a model of its own that reads the policy's batches, if there is one.
+        reference: a separate reference model, if there is one.
 
     Returns:
-        A sentence where auto would pack and the models do not let it.
+        A warning if auto would pack and a model does not support it.
 
     Raises:
         ValueError: the option is on, and packed differs from padded.
@@ -40,7 +40,7 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
     if choice == "off":
         return None
     if choice == "auto":
-        # Without the kernels for it a packed row has a mask of quadratic size.
+        # Without kernels for packed rows the mask has quadratic size.
         half = policy.compute_dtype or next(policy.causal_lm.parameters()).dtype
         fast = policy.device.type == "cuda" and half != torch.float32
         if not fast or not all(takes_mark(trunk) for _, trunk in trunks):
@@ -58,7 +58,7 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
 
 
 def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
-    """(who, trunk) of all that read the policy's batches."""
+    """Return (role, trunk) of all models that read the policy's batches."""
     trunks: list[tuple[str, Any]] = [("the policy", policy.causal_lm.base_model)]
     if isinstance(policy.value_function, CriticValue):
         trunks.append(("the critic", policy.value_function.trunk))
@@ -68,7 +68,7 @@ def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tupl
 
 
 def difference(trunk: Any) -> str | None:
-    """What differs between packed and padded sequences, or None."""
+    """Return the difference between packed and padded sequences as a phrase, or None."""
     context = context_length(trunk)
     vocabulary = trunk.get_input_embeddings().weight.shape[0]
     lengths = [min(length, context or length) for length in LENGTHS]
@@ -88,16 +88,21 @@ def difference(trunk: Any) -> str | None:
         off = ((one - other).float().norm() / one.float().norm()).item()
         if not off <= TOLERANCE[dtype]:
             return (
-                f"its {what} differ from those of padded sequences by {off:.2g} of their size "
-                f"(tolerance {TOLERANCE[dtype]:g}); it may count positions by itself, or let one "
-                "sequence see another"
+                f"its {what} differ from those of padded sequences by {off:.2g} of their norm "
+                f"(tolerance {TOLERANCE[dtype]:g}); it may compute its own positions, or let "
+                "sequences attend to one another"
             )
     return None
 
 
 def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Hidden states of all tokens but padding, and the gradient in their embeddings, which has
-    passed through every layer and takes no memory of a weight's size: [N + B, H] each."""
+    """Return the hidden states of all tokens except padding and the gradient of their embeddings.
+
+    That gradient passes through every layer, and needs less memory than gradients of weights.
+
+    Returns:
+        [N + B, H] each.
+    """
     embedded: list[Tensor] = []
 
     def keep(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -112,7 +117,7 @@ def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
         hook.remove()
     tokens = torch.cat([layout.predicting, layout.final])
     states = states.flatten(0, 1)[tokens]
-    # Weights that differ from one entry to the next, so that no gradient cancels in a norm.
+    # Different weights for all entries, so gradients do not cancel in a norm.
     weights = torch.linspace(-1, 1, states.numel(), device=states.device).view_as(states)
     (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     return states.detach(), gradient.flatten(0, 1)[tokens]

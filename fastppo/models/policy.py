@@ -1,9 +1,9 @@
-"""One trunk, two heads: a causal LM of transformers with a value function on its hidden states.
+"""One trunk, two heads: a causal LM of transformers and a value function on its hidden states.
 
-The trunk runs once per microbatch and gives the hidden states of the positions that predict
-response tokens, `[N, H]`. Both heads read those: the policy's is the model's own lm-head, tied or
-not (`fastppo.models.head`); the value's is one linear layer in fp32 (`fastppo.models.value` has the
-others). `check_heads` refuses a model whose logits are more than its lm-head on the trunk.
+The trunk runs once per microbatch and returns the hidden states `[N, H]` that predict response
+tokens. Both heads read them: the model's own lm-head, tied or not (`fastppo.models.head`), and a
+linear value head in fp32 (`fastppo.models.value` has alternatives). `check_heads` rejects models
+whose logits are not those of the lm-head on the trunk.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fastppo.models.value import CriticValue, SharedValue, ValueFunction
 
 
 class LanguageModel(nn.Module):
-    """A causal LM seen as trunk and head.
+    """A causal LM as trunk and head.
 
     Args:
-        causal_lm: may carry the PEFT adapters of `peft`.
+        peft: the PEFT model around `causal_lm`, if it has adapters.
         compute_dtype: of the matrix products; None is that of the weights.
     """
 
@@ -53,15 +53,14 @@ class LanguageModel(nn.Module):
         self.causal_lm = causal_lm
         self.compute_dtype = compute_dtype
         self.packing = False
-        """Whether batches are laid out as one row; see `fastppo.models.packing`."""
+        """Whether batches are packed into one row; see `fastppo.models.packing`."""
         self.fixed_precision: bool | None = None
-        """What `is_full_precision` was before the model was sharded, where the weights that the
-        optimiser holds have another dtype than those that a pass reads."""
-        self._peft = [peft]  # in a list, so that its modules are not registered a second time
+        """`is_full_precision` before sharding, which may change the dtype of the parameters."""
+        self._peft = [peft]  # a list, so that its modules are not registered twice
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
-                "adapters on the lm_head are not supported: the losses read its weight directly; "
-                "leave it out of lora_target_modules"
+                "adapters on the lm_head are not supported, as the losses read its weight "
+                "directly: leave it out of lora_target_modules"
             )
         switch_dropout_off(causal_lm)
         self.eval()
@@ -77,7 +76,7 @@ class LanguageModel(nn.Module):
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that the model takes, tokens, if its config says."""
+        """Longest sequence of the model, tokens, or None if its config has none."""
         return context_length(self.causal_lm)
 
     @property
@@ -97,27 +96,27 @@ class LanguageModel(nn.Module):
         return self.compute_dtype is None and self.head.weight.dtype == torch.float32
 
     def autocast(self) -> AbstractContextManager:
-        """Matrix products in the compute dtype, forward and loss alike."""
+        """Form matrix products in the compute dtype, in forward pass and loss."""
         return autocast(self.device, self.compute_dtype)
 
     def layout(self, batch: Batch) -> Layout:
-        """A batch as the trunk's input."""
+        """Lay out a batch as input of the trunk."""
         return batch.packed_layout() if self.packing else batch.layout()
 
     def hidden(self, layout: Layout) -> Tensor:
-        """Final hidden states [N, H] that predict the responses."""
+        """Return the final hidden states [N, H] that predict response tokens."""
         return self._hidden(layout, layout.predicting)
 
     def _hidden(self, layout: Layout, positions: Tensor) -> Tensor:
-        # Where models are sharded, calling `hidden` or `forward` gathers weights, and a call of one
-        # must not be inside the other (`fastppo.models.sharding`).
+        # In a sharded model `hidden` and `forward` gather weights, so neither may call the other
+        # (`fastppo.models.sharding`).
         trunk = self.causal_lm.base_model
         return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
 
     def padded_states(
         self, input_ids: Tensor, attention_mask: Tensor, *, row: Tensor, column: Tensor
     ) -> Tensor:
-        """Final hidden states [N, H] at places [N] of rows [B, S] that are padded on the right."""
+        """Return final hidden states [N, H] at positions [N] of right-padded rows [B, S]."""
         positions = row * input_ids.shape[1] + column
         return states_at(self.causal_lm.base_model, positions, input_ids, attention_mask)
 
@@ -125,7 +124,7 @@ class LanguageModel(nn.Module):
     def response_stats(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> TokenStats:
-        """Logprobs and entropy of the response tokens, [N] fp32, nats, without the values."""
+        """Return logprobs and entropy of the response tokens, [N] fp32, nats."""
         with self.autocast():
             hidden = self.hidden(self.layout(batch))
             return self.head.token_stats(
@@ -135,71 +134,71 @@ class LanguageModel(nn.Module):
     def response_logprobs(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> Tensor:
-        """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
+        """Return logprobs of the response tokens, [N] fp32, nats."""
         return self.response_stats(batch, temperature, backend).logprobs
 
     def stats_of_plan(self, plan: MicrobatchPlan, **options: Any) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy) of a batch, by `response_stats` of each of its microbatches."""
+        """Return (logprobs, entropy) of a batch, [N] each, microbatch by microbatch."""
         stats = [self.response_stats(batch, **options) for batch in plan.batches]
         logprobs = torch.cat([x.logprobs for x in stats])
         entropy = torch.cat([x.entropy for x in stats])
         return plan.in_order(logprobs), plan.in_order(entropy)
 
     def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
-        """0-d mean cross entropy of every token but the first, nats, of input_ids [B, S]."""
+        """Return the 0-d mean cross entropy of input_ids [B, S] except first tokens, nats."""
         states = hidden_states(self.causal_lm.base_model, input_ids)
         stats = self.head.token_stats(states[:, :-1], input_ids[:, 1:], backend=backend)
         return -stats.logprobs.mean()
 
     @contextmanager
     def adapters_off(self) -> Iterator[LanguageModel]:
-        """The model without its adapters: the reference, with no second copy in memory."""
+        """Disable the adapters: a reference policy without a second model in memory."""
         with self.peft.disable_adapter():
             yield self
 
     def check_heads(self) -> None:
-        """Compares trunk + head with the model's own logits on a small batch.
+        """Compare trunk and head with the model's own logits on a small batch.
 
         Raises:
-            ValueError: they differ: the model changes its logits in a way that is not known here.
+            ValueError: they differ, as by a logit transform that FastPPO does not know.
         """
         length = min(8, self.context or 8)
         ids = torch.arange(2 * length, device=self.device).view(2, length)
         ids = (ids * 7 + 3) % self.head.vocabulary
         with torch.no_grad():
-            # Two paths through the same matmuls, so they agree to rounding; an unknown scale, cap
-            # or second norm shows in the first digit.
+            # The same matmuls on two paths agree to rounding; an unknown scale, cap or second norm
+            # changes the first digit.
             theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
             states = hidden_states(self.causal_lm.base_model, ids)
             ours = self.head.logits(states)
         name = type(self.causal_lm).__name__
         largest = theirs.abs().max().item()
         if not theirs.isfinite().all():
-            raise ValueError(f"{name}: its logits are not finite; do its weights hold NaN or inf?")
+            raise ValueError(f"{name}: its logits are not finite; do its weights have NaN or inf?")
         tolerance = 1e-3 if states.dtype == torch.float32 else 5e-2
         worst = (theirs - ours).abs().max().item() if theirs.shape == ours.shape else float("inf")
         if not worst <= tolerance * (1 + largest):
             raise ValueError(
                 f"{name}: the lm-head on the final hidden states differs from the model's own "
-                f"logits by {worst:.3g} (logits up to {largest:.3g}). The model changes its logits "
-                f"in a way that is not known here; FastPPO applies "
-                f"logit_scale={self.head.logit_scale:g} and softcap={self.head.softcap}."
+                f"logits by {worst:.3g} (logits up to {largest:.3g}). FastPPO applies "
+                f"logit_scale={self.head.logit_scale:g} and softcap={self.head.softcap}; the model "
+                "transforms its logits differently."
             )
 
 
 class HeadInputs(NamedTuple):
-    """What the two heads read at N positions, and the values."""
+    """Inputs of the two heads at N positions, and the values."""
 
     hidden: Tensor
     """[N, H] the policy's final hidden states."""
     values: Tensor
     """[N] fp32."""
     value_states: Tensor
-    """[N, H'] what the value head read, without a gradient."""
+    """[N, H'] inputs of the value head, detached."""
 
 
 class BatchEvaluation(NamedTuple):
-    """What a policy and its value function make of a batch: fp32, no gradient."""
+    """Logprobs and values of a batch, fp32, detached."""
 
     logprobs: Tensor
     """[N] nats, of the response tokens."""
@@ -210,10 +209,10 @@ class BatchEvaluation(NamedTuple):
 
 
 class ActorCritic(LanguageModel):
-    """Policy and value function: one call gives what both heads need.
+    """Policy and value function.
 
     Args:
-        value_function: see `fastppo.models.value`; by default a head on the shared trunk.
+        value_function: of `fastppo.models.value`; by default a head on the shared trunk.
     """
 
     def __init__(
@@ -233,25 +232,25 @@ class ActorCritic(LanguageModel):
     def forward(
         self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False
     ) -> HeadInputs:
-        """Hidden states and values at the positions.
+        """Return hidden states and values at the positions.
 
         Args:
-            positions: by default those that predict response tokens.
-            detach_values: no gradient from the values into the policy's trunk.
+            positions: defaults to those of `layout.predicting`.
+            detach_values: stop gradients from the values into the policy's trunk.
         """
         if positions is None:
             positions = layout.predicting
         hidden = self._hidden(layout, positions)
         states = self.value_function.states(hidden, layout, positions, detach=detach_values)
         values = self.value_function.read(states)
-        # FSDP puts hooks on what is returned; a view would lose them.
+        # FSDP registers hooks on the outputs, and a view would lose them.
         return HeadInputs(hidden, values.clone(), states.detach())
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> BatchEvaluation:
-        """Logprobs and values of a batch, from one forward pass of the trunk."""
+        """Return logprobs and values of a batch, from one forward pass of the trunk."""
         layout = self.layout(batch)
         count = batch.response_count
         with self.autocast():
@@ -266,7 +265,7 @@ class ActorCritic(LanguageModel):
         )
 
     def evaluate_plan(self, plan: MicrobatchPlan, **options: Any) -> BatchEvaluation:
-        """`evaluate` of a batch, by its microbatches."""
+        """Evaluate a batch microbatch by microbatch."""
         evaluations = [self.evaluate(batch, **options) for batch in plan.batches]
         return BatchEvaluation(
             logprobs=plan.in_order(torch.cat([x.logprobs for x in evaluations])),
@@ -275,7 +274,7 @@ class ActorCritic(LanguageModel):
         )
 
     def values(self, layout: Layout, positions: Tensor) -> Tensor:
-        """[N] fp32 values at the positions. A critic's need no pass of the policy's trunk."""
+        """Return values at the positions, [N] fp32. A critic does not run the policy's trunk."""
         hidden = torch.empty(0, device=self.device)
         if self.value_function.reads_final_hidden:
             hidden = self._hidden(layout, positions)
@@ -284,8 +283,7 @@ class ActorCritic(LanguageModel):
 
     @torch.no_grad()
     def values_of_plan(self, plan: MicrobatchPlan) -> tuple[Tensor, Tensor]:
-        """(values [N], final values [B]) of a batch by its microbatches, as `evaluate_plan` has
-        them, without the lm-head."""
+        """Return (values [N], final values [B]) of a batch, as `evaluate_plan` does."""
         values = []
         final_values = []
         for batch in plan.batches:
@@ -297,11 +295,11 @@ class ActorCritic(LanguageModel):
         return plan.in_order(torch.cat(values)), plan.sequences_in_order(torch.cat(final_values))
 
     def set_training(self, gradient_checkpointing: bool) -> None:
-        """transformers checkpoints activations in training mode only; dropout is off in both."""
+        """Enter training mode only for gradient checkpointing, which needs it; dropout is off."""
         self.train(gradient_checkpointing)
 
     def save_policy(self, directory: str | Path) -> None:
-        """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
+        """Save the policy, with merged adapters, for `AutoModelForCausalLM.from_pretrained`."""
         model = self.causal_lm
         state = full_state(model) if self.peft is None else merged_state(model)
         if any(map(is_quantized, model.modules())):
@@ -309,6 +307,6 @@ class ActorCritic(LanguageModel):
         model.save_pretrained(directory, state_dict=state)
 
     def save_value_function(self, path: str | Path) -> None:
-        """Writes the value function alone, as safetensors: its head, and the trunk that it owns."""
+        """Save the value head, and a critic's trunk, as safetensors."""
         state = full_state(self.value_function)
         save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)

@@ -1,10 +1,9 @@
-"""Frozen bases of 4 bits a weight under LoRA adapters (QLoRA), by bitsandbytes.
+"""Frozen 4-bit weights under LoRA adapters (QLoRA), by bitsandbytes.
 
-transformers loads the linear layers of a model, but for the lm-head, as bitsandbytes' `Linear4bit`:
-weights in blocks of 64 with a scale each, scales in 8 bits themselves. A product turns its matrix
-into the compute dtype and lets it go again. Adapters, embeddings, norms and the lm-head stay in the
-dtype that the model is loaded in, and nothing of 4 bits is trained. What is saved in the end is the
-model with dequantized weights and the adapters merged into them.
+transformers loads all linear layers except the lm-head as bitsandbytes' `Linear4bit`: weights in
+blocks of 64 with an 8-bit scale each. A product dequantizes its matrix to the compute dtype, and
+frees it afterwards. Adapters, embeddings, norms and the lm-head keep the dtype of the model, and
+only adapters are trained. The saved policy has dequantized weights with merged adapters.
 
 Source: Dettmers et al. 2023.
 """
@@ -22,9 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 NEEDED = "bitsandbytes>=0.49"
 
 BLOCK = 64
-"""Weights that share a scale."""
+"""Weights per scale."""
 SCALES = 256
-"""Scales of 8 bits that share one of 32."""
+"""8-bit scales per 32-bit scale."""
 
 
 def nf4_config(dtype: torch.dtype) -> Any:
@@ -37,9 +36,7 @@ def nf4_config(dtype: torch.dtype) -> Any:
         ValueError: bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"quantization=nf4 needs bitsandbytes, which is not installed: pip install '{NEEDED}'"
-        )
+        raise ValueError("quantization=nf4 needs bitsandbytes: pip install 'bitsandbytes>=0.49'")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -51,14 +48,14 @@ def nf4_config(dtype: torch.dtype) -> Any:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a linear layer of 4 bits a weight, adapters around it apart."""
-    # PEFT's layer around it has the same name, and no weight that is a parameter of its own.
+    """Whether the module is a 4-bit linear layer."""
+    # PEFT's wrapper has the same class name, but no weight of its own.
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return type(module).__name__ == "Linear4bit" and hasattr(weight, "quant_state")
 
 
 def dequantized_weight(layer: Any) -> Tensor:
-    """[out, in] fp32: what a layer of 4 bits a weight multiplies by."""
+    """Return the dequantized matrix of a 4-bit layer, [out, in] fp32."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight = layer.weight
@@ -66,8 +63,7 @@ def dequantized_weight(layer: Any) -> Tensor:
 
 
 def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class whose config has no quantization, on the meta device: to save
-    dequantized weights with."""
+    """Return an unquantized model of the same class on the meta device, to save weights with."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -78,39 +74,39 @@ def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def bytes_of(count: int) -> int:
-    """Bytes of `count` weights in 4 bits, with their scales and the scales of those."""
+    """Return the bytes of `count` 4-bit weights with their scales."""
     scales = -(-count // BLOCK)
     return -(-count // 2) + scales + 4 * -(-scales // SCALES)
 
 
 def matrices(model: PreTrainedModel) -> list[Any]:
-    """The layers that would be quantized: the linear ones except adapters and the lm-head."""
+    """Return the layers to quantize: linear ones except adapters and the lm-head."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head]
     return [layer for layer in linear if not layer.weight.requires_grad]
 
 
 def keep_as_loaded(model: PreTrainedModel) -> None:
-    """Stops bitsandbytes from packing the weights anew, for a product without a gradient.
+    """Keep bitsandbytes from repacking weights, and check that it supports the layers.
 
-    On a CPU with AVX512-BF16 it does so in the first pass without a gradient, for a product in bf16
-    that no gradient goes through, and uses that one from then on.
+    On a CPU with AVX512-BF16, the first pass without gradients would repack them for a product that
+    has no backward pass.
 
     Raises:
-        ValueError: nothing is quantized, weights are held transposed (GPT-2), or rows are no whole
-            blocks, which bitsandbytes' product on a CPU gets wrong.
+        ValueError: nothing is quantized, weights are transposed (GPT-2), or rows are not whole
+            blocks, for which bitsandbytes' CPU product is wrong.
     """
     layers: list[Any] = [module for module in model.modules() if is_quantized(module)]
     if not layers or any(layer.source_cls is not nn.Linear for layer in layers):
         raise ValueError(
-            f"quantization: expected a model of torch's linear layers, got {type(model).__name__}, "
-            "whose layers are of another kind"
+            f"quantization: expected a model with torch's linear layers, got "
+            f"{type(model).__name__} with other layers"
         )
     for layer in layers:
         shape = layer.weight.quant_state.shape
         if shape[1] % BLOCK:
             raise ValueError(
-                f"quantization: expected matrices whose rows are whole blocks of {BLOCK} weights, "
+                f"quantization: expected matrices with rows of whole blocks of {BLOCK} weights, "
                 f"got {list(shape)}"
             )
         layer.support_avx512bf16_for_cpu = False

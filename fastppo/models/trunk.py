@@ -1,10 +1,10 @@
 """The trunk of a transformer: token ids in, final hidden states out.
 
-`hidden_states` is the one place of the program that runs a trunk: policy, reference, critic, reward
-models and supervised fine-tuning all come through here; `last_states` is the same with a cache, for
-decoding. How attention is computed is decided here and nowhere else.
+Policy, reference, critic, reward models and supervised fine-tuning all run their trunks by
+`hidden_states`, and the decoder by `last_states`. Only this module chooses how attention is
+computed.
 
-Dropout is off everywhere: with it the ratio of the first update would not be 1.
+Dropout is off everywhere. With dropout the ratio of the first update would not be 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DROPOUTS = (
 )
 
 TAKES_MARK = "_fastppo_takes_mark"
-"""The attribute of a trunk that says what `prepare` found."""
+"""Attribute of a trunk with the result of `prepare`."""
 
 
 def hidden_states(
@@ -45,13 +45,12 @@ def hidden_states(
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
 ) -> Tensor:
-    """[B, S, H] final hidden states, after the trunk's own last norm.
+    """Return the final hidden states [B, S, H], after the trunk's last norm.
 
     Args:
         trunk: `model.base_model` of a transformers model.
-        input_ids, attention_mask: [B, S] int64; without a mask every position is a token, or
-            padding on the right that no token sees.
-        packing: where sequences begin, for input_ids [1, S] that hold several.
+        input_ids, attention_mask: [B, S] int64. No mask is needed for padding on the right.
+        packing: bounds of the sequences packed into input_ids [1, S].
     """
     more: dict[str, Any] = {}
     if packing is not None:
@@ -69,10 +68,10 @@ def states_at(
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
 ) -> Tensor:
-    """[N, H] final hidden states at `positions` [N], int64 in [0, B·S), of input_ids [B, S].
+    """Return the final hidden states [N, H] at `positions` [N], int64 in [0, B·S).
 
     Args:
-        attention_mask, packing: as for `hidden_states`.
+        input_ids, attention_mask, packing: as for `hidden_states`.
     """
     states = hidden_states(trunk, input_ids, attention_mask, packing)
     return states.flatten(0, 1)[positions]
@@ -86,13 +85,11 @@ def last_states(
     position_ids: Tensor,
     cache: Any,
 ) -> Tensor:
-    """[B, H] final hidden states of each row's last token; the rows continue those of a cache, to
-    which they are added.
+    """Return the final hidden states [B, H] of each row's last token, and extend the cache.
 
     Args:
-        input_ids, position_ids: [B, S] int64.
-        attention_mask: of cache and tokens together, [B, cached + S] int64; None where every
-            position is a token.
+        input_ids, position_ids: [B, S] int64, the tokens after those in the cache.
+        attention_mask: [B, cached + S] int64; None without padding.
         cache: a transformers cache of B rows.
     """
     kind: Any = type(trunk)
@@ -108,30 +105,32 @@ def last_states(
 
 @functools.cache
 def _name_of_cache(kind: Any) -> str:
-    """The keyword for a cache, which transformers 5.24 renamed."""
+    """Return the keyword of the cache, renamed in transformers 5.24."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool:
-    """Whether transformers' own mask can be left out of a forward pass."""
+    """Whether a forward pass can do without transformers' mask."""
     if not takes_mark(trunk):
         return False
     if packing is not None:
         return packs_without_mask(trunk)
-    # Rows longer than a sliding window need its mask.
+    # Rows longer than the sliding window need a mask.
     seen = window(trunk)
     return seen is None or input_ids.shape[1] <= seen
 
 
 def takes_mark(trunk: Any) -> bool:
-    """What `prepare` found; False before it."""
+    """Return the result of `prepare`; False before it."""
     return getattr(trunk, TAKES_MARK, False)
 
 
 @torch.no_grad()
 def prepare(trunk: Any) -> None:
-    """Finds out whether a trunk takes the mark of `fastppo.models.attention` for a mask; nothing of
-    one that has no weights yet."""
+    """Test whether a trunk accepts the mark of `fastppo.models.attention` as a mask.
+
+    A trunk on the meta device is not tested.
+    """
     setattr(trunk, TAKES_MARK, False)
     if not has_wrapped_attention(trunk) or trunk.get_input_embeddings().weight.is_meta:
         return
@@ -142,30 +141,30 @@ def prepare(trunk: Any) -> None:
     setattr(trunk, TAKES_MARK, True)
     try:
         same = torch.equal(hidden_states(trunk, ids), wanted)
-    except Exception:  # whatever a trunk does with a mask of a shape that it does not expect
+    except Exception:  # a trunk may fail in any way on a mask of unexpected shape
         same = False
     setattr(trunk, TAKES_MARK, same)
 
 
 def layers_of(trunk: Any) -> nn.ModuleList:
-    """The list of a trunk's layers.
+    """Return the list of a trunk's layers.
 
     Raises:
-        ValueError: the trunk is not built that way.
+        ValueError: the trunk has no single list of all layers.
     """
     total = trunk.config.get_text_config().num_hidden_layers
     lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
     if len(lists) != 1:
-        raise ValueError(f"{type(trunk).__name__} is not one list of {total} layers")
+        raise ValueError(f"{type(trunk).__name__} has no single list of its {total} layers")
     return lists[0]
 
 
 def context_length(model: Any) -> int | None:
-    """The longest sequence that a model takes, tokens, if its config says."""
+    """Return the longest sequence of a model, tokens, or None if its config has none."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
         return None
-    # RoBERTa's kind counts positions from behind its padding token on.
+    # Models like RoBERTa start positions after the padding index.
     begins = (
         module.padding_idx + 1
         for name, module in model.named_modules()
@@ -175,7 +174,7 @@ def context_length(model: Any) -> int | None:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Sets every dropout probability in the model to 0, modules and plain attributes alike."""
+    """Set all dropout probabilities in the model to 0, of modules and of plain attributes."""
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
@@ -185,7 +184,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recomputes activations in the backward pass, in training mode."""
-    # The method's name changed in the course of transformers 5.
+    """Recompute activations in the backward pass, in training mode."""
+    # Later versions of transformers 5 renamed the method.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

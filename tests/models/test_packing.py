@@ -81,7 +81,7 @@ def test_opt_which_counts_positions_by_itself_is_refused() -> None:
     actor = ActorCritic(tiny.model("opt"))
     says = (
         r"packing=on: OPTModel \(the policy\) cannot be packed: its hidden states differ from "
-        r"those of padded sequences by 0\.\d+ of their size .* count positions by itself.* Use "
+        r"those of padded sequences by 0\.\d+ of their norm .* compute its own positions.* Use "
         r"packing=off"
     )
     with pytest.raises(ValueError, match=says):

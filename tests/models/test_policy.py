@@ -97,7 +97,7 @@ def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
     causal_lm = tiny.model()
     with torch.no_grad():
         causal_lm.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="its logits are not finite; do its weights hold NaN"):
+    with pytest.raises(ValueError, match="its logits are not finite; do its weights have NaN"):
         LanguageModel(causal_lm).check_heads()
 
 

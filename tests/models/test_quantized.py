@@ -1,4 +1,4 @@
-"""4 bits a weight: it trains adapters alone, is saved whole, and is refused where it cannot be."""
+"""4-bit weights: only adapters train, the policy is saved in full, and unsupported models raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NF4: dict[str, Any] = {"quantization": "nf4", "lora_rank": 4, "lora_alpha": 8.0}
 
 
 def save(directory: Path, width: int = 64) -> None:
-    """A Llama whose rows are whole blocks, unless its width is none."""
+    """Save a Llama; by default its rows are whole blocks."""
     config = tiny.CONFIGS["llama"]()
     config.hidden_size, config.intermediate_size, config.head_dim = width, 2 * width, width // 4
     tiny.model_of(config).save_pretrained(directory)
@@ -48,10 +48,10 @@ def _matrices(trainer: PPOTrainer) -> dict[str, Any]:
 
 
 @needs_bitsandbytes
-def test_a_run_trains_the_adapters_and_nothing_else(tmp_path: Path) -> None:
+def test_a_run_trains_only_the_adapters(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, learning_rate=1e-2)
     matrices = _matrices(trainer)
-    assert len(matrices) == 14, "seven in each of two layers, and not the lm-head"
+    assert len(matrices) == 14, "seven per layer, without the lm-head"
     for module in matrices.values():
         assert module.weight.dtype == torch.uint8
         assert module.weight.quant_state.quant_type == "nf4"
@@ -62,13 +62,13 @@ def test_a_run_trains_the_adapters_and_nothing_else(tmp_path: Path) -> None:
     for name, module in _matrices(trainer).items():
         assert torch.equal(quantized.dequantized_weight(module), before[name])
     lines = records(trainer)
-    assert abs(lines[0]["kl"]) < 1e-3, "the reference is the base as it is quantized"
+    assert abs(lines[0]["kl"]) < 1e-3, "the reference is the quantized base"
     assert abs(lines[1]["kl"]) > 1e-3
 
 
 @needs_bitsandbytes
-def test_the_policy_is_saved_whole(tmp_path: Path) -> None:
-    """What is loaded from it, without bitsandbytes, has the policy's own logits."""
+def test_the_policy_is_saved_in_full(tmp_path: Path) -> None:
+    """Loaded without bitsandbytes, it has the policy's logits."""
     trainer = _trainer(tmp_path, learning_rate=1e-2)
     trainer.train()
     policy = tmp_path / "run" / "policy"
@@ -79,13 +79,13 @@ def test_the_policy_is_saved_whole(tmp_path: Path) -> None:
     ids = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         wanted = trainer.model.causal_lm(ids).logits
-        # The same weights, in one sum and in two: fp32's rounding of logits of ten.
+        # Merged and separate adapters differ by fp32's rounding of logits of about 10.
         torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-4, atol=1e-3)
         assert (base(ids).logits - wanted).abs().max() > 0.1
 
 
 @needs_bitsandbytes
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     uninterrupted = _trainer(tmp_path / "whole", iterations=3)
     uninterrupted.train()
     _trainer(tmp_path / "parts", iterations=2).train()
@@ -101,26 +101,26 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
     ("save_model", "says"),
     [
         (
-            partial(tiny.saved_model, architecture="gpt2"),  # holds its weights transposed
-            "got GPT2LMHeadModel, whose layers are of another kind",
+            partial(tiny.saved_model, architecture="gpt2"),  # transposed weights
+            "got GPT2LMHeadModel with other layers",
         ),
-        (partial(save, width=32), r"rows are whole blocks of 64 weights, got \[32, 32\]"),
+        (partial(save, width=32), r"rows of whole blocks of 64 weights, got \[32, 32\]"),
     ],
 )
-def test_matrices_that_cannot_be_quantized_are_refused(save_model, says, tmp_path: Path) -> None:
+def test_unsupported_matrices_are_refused(save_model, says, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     with pytest.raises(ValueError, match=says):
         _trainer(tmp_path)
 
 
-def test_a_model_that_is_passed_in_is_not_quantized(tmp_path: Path) -> None:
+def test_a_model_passed_in_cannot_be_quantized(tmp_path: Path) -> None:
     config = PPOConfig(**tiny.options(tmp_path, **NF4))
     with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in is not"):
         PPOTrainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_a_plan_counts_them(param_dtype: str, tmp_path: Path) -> None:
+def test_a_plan_counts_4_bit_weights(param_dtype: str, tmp_path: Path) -> None:
     tiny.saved_model(tmp_path / "model")
     options = {"model": str(tmp_path / "model"), "lora_rank": 4, "param_dtype": param_dtype}
     plans = {
