@@ -1,12 +1,12 @@
-"""FastPPO's loss under Hugging Face accelerate: microbatches that add up to their minibatch.
+"""FastPPO's loss with Hugging Face accelerate: exact gradients over microbatches.
 
     python examples/accelerate_loop.py
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
-`accelerator.backward` divides each loss by the microbatches of a step, and several processes take
-the mean of their gradients. Responses differ in length, so a mean of means is not the mean over all
-tokens: short microbatches would weigh too much. `denominator = total / steps` undoes the division,
-with the number of tokens of all microbatches and processes, known before the first of them.
+`accelerator.backward` divides each loss by the number of microbatches, and several processes
+average their gradients. Since responses differ in length, a mean of means is not the mean over all
+tokens: short microbatches would weigh too much. `denominator = total / steps` corrects this, with
+the total number of tokens over all microbatches and processes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import PPOLoss, combine_sums, linear_ppo_loss, linear_token_logprobs, loss_metrics
 
-EPISODES = 128  # of one process
+EPISODES = 128  # per process
 MINIBATCHES = 2
-STEPS = 4  # microbatches of an optimiser step
+STEPS = 4  # microbatches per optimizer step
 
 
 class Episodes(NamedTuple):
-    """Prompts with their responses: [B, PROMPT + RESPONSE], and [B, RESPONSE] each."""
+    """Sequences [B, PROMPT + RESPONSE], the rest [B, RESPONSE]."""
 
     sequences: Tensor
     old_logprobs: Tensor
@@ -44,14 +44,14 @@ class Episodes(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal LM that computes its loss in its forward pass, where every wrapper wants it."""
+    """A causal LM that computes the loss in its forward pass, as wrappers such as DDP require."""
 
     def __init__(self, causal_lm: LlamaForCausalLM) -> None:
         super().__init__()
         self.causal_lm = causal_lm
 
     def hidden(self, sequences: Tensor) -> Tensor:
-        """[B, RESPONSE, H] that predict the responses."""
+        """Return the hidden states [B, RESPONSE, H] before each response token."""
         states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
         return states[:, PROMPT - 1 : -1]
 
@@ -68,7 +68,7 @@ class Policy(nn.Module):
 
 
 def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, Episodes]:
-    """(mean reward, this process's episodes)."""
+    """Return the mean reward over all processes, and the episodes of this process."""
     prompts = draw_prompts(EPISODES, accelerator.device)
     with torch.no_grad():
         sequences = policy.causal_lm.generate(
@@ -77,7 +77,7 @@ def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, Episodes
         responses = sequences[:, PROMPT:]
         weight = policy.causal_lm.lm_head.weight
         logprobs = linear_token_logprobs(policy.hidden(sequences), weight, responses)
-    # Each episode has a length of its own, 1 to RESPONSE tokens; what is behind it does not count.
+    # Random lengths of 1 to RESPONSE tokens; the mask excludes the rest.
     lengths = torch.randint(1, RESPONSE + 1, (EPISODES, 1), device=accelerator.device)
     mask = torch.arange(RESPONSE, device=accelerator.device) < lengths
     right = (responses == prompts.amin(1, keepdim=True)) & mask
@@ -88,7 +88,7 @@ def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, Episodes
 
 
 def gradient(policy: Policy, batch: Episodes, microbatches: int, by: str) -> Tensor:
-    """The gradient of a minibatch in so many microbatches, flat, as accelerate would add it up."""
+    """Return the flat gradient of a minibatch, accumulated over microbatches like accelerate."""
     total = batch.mask.sum()
     parameters = list(policy.parameters())
     gradients = torch.zeros(sum(p.numel() for p in parameters), device=total.device)
@@ -100,7 +100,7 @@ def gradient(policy: Policy, batch: Episodes, microbatches: int, by: str) -> Ten
 
 
 def compare(policy: Policy, batch: Episodes, accelerator: Accelerator) -> None:
-    """What the two denominators make of the same tokens."""
+    """Compare the gradients of two denominators with that of the whole minibatch."""
     whole = gradient(policy, batch, 1, "total / steps")
     accelerator.print(f"gradient of {int(batch.mask.sum())} tokens in {STEPS} microbatches:")
     for by in ("total / steps", "tokens of the microbatch"):
@@ -109,8 +109,8 @@ def compare(policy: Policy, batch: Episodes, accelerator: Accelerator) -> None:
 
 
 def train(iterations: int, seed: int = 0) -> list[float]:
-    """Runs the loop; the mean reward of each iteration."""
-    set_seed(seed)  # the same first weights in every process
+    """Run the loop and return the mean reward of each iteration."""
+    set_seed(seed)  # the same initial weights in every process
     accelerator = Accelerator(gradient_accumulation_steps=STEPS)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -125,7 +125,7 @@ def train(iterations: int, seed: int = 0) -> list[float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     plain = accelerator.unwrap_model(policy)
-    set_seed(seed, device_specific=True)  # and episodes of its own in each
+    set_seed(seed, device_specific=True)  # but different episodes
     history = []
 
     for iteration in range(iterations):
@@ -147,7 +147,7 @@ def train(iterations: int, seed: int = 0) -> list[float]:
                 sums = out.sums if sums is None else combine_sums(sums, out.sums)
         history.append(reward.item())
         if iteration % 10 == 0 or iteration == iterations - 1:
-            metrics = loss_metrics(sums)  # of the whole minibatch of this process
+            metrics = loss_metrics(sums)  # of this process's minibatch
             accelerator.print(
                 f"iteration {iteration:3d}   reward {history[-1]:.3f}   "
                 f"entropy {metrics['entropy']:.2f}   clipped {metrics['clip_fraction']:.1%}",

@@ -1,11 +1,11 @@
-"""FastPPO's loss under FSDP2: called inside the wrapped forward, where the lm-head is whole.
+"""FastPPO's loss under FSDP2: called inside the wrapped forward, with a gathered lm-head.
 
     torchrun --nproc_per_node 2 examples/fsdp2.py
 
-Outside it `lm_head.weight` is a DTensor, of which each process holds its rows, and the losses
-refuse it. Everything runs through the one forward that FSDP's hooks are on, sampling too: a layer
-that ran by itself first would be taken for the root. Gradients are summed, not averaged, because
-`denominator` counts the tokens of all processes. Two processes on a CPU talk by gloo.
+Outside the forward `lm_head.weight` is a sharded DTensor, and the losses raise. Sampling also goes
+through this forward, since FSDP would take a layer that runs first for the root. Gradients are
+summed, not averaged, because `denominator` counts the tokens of all processes. Processes on a CPU
+communicate with gloo.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import linear_ppo_loss, linear_token_logprobs
 
-EPISODES = 64  # of one process
+EPISODES = 64  # per process
 MINIBATCHES = 4
 
 
 class Episodes(NamedTuple):
-    """Prompts with their responses: [B, PROMPT + RESPONSE], and [B, RESPONSE] each."""
+    """Sequences [B, PROMPT + RESPONSE], the rest [B, RESPONSE]."""
 
     sequences: Tensor
     old_logprobs: Tensor
@@ -36,7 +36,7 @@ class Episodes(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal LM with one forward: for the next token's logits, for logprobs, for the loss."""
+    """A causal LM with one forward for next-token logits, logprobs and the loss."""
 
     def __init__(self, causal_lm: LlamaForCausalLM) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class Policy(nn.Module):
         advantages: Tensor | None = None,
         denominator: float = 1.0,
     ) -> Tensor:
-        """[B, V] logits of an unfinished sequence; [B, RESPONSE] logprobs of a whole one; or, given
-        old logprobs and advantages, the loss ()."""
+        """Return [B, V] logits of an unfinished sequence, [B, RESPONSE] logprobs of a finished one,
+        or, given old logprobs and advantages, the scalar loss."""
         states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
-        weight = self.causal_lm.lm_head.weight  # in here a plain tensor [V, H]
+        weight = self.causal_lm.lm_head.weight  # a plain tensor [V, H] inside the forward
         if sequences.shape[1] < PROMPT + RESPONSE:
             return states[:, -1] @ weight.T
         predicting = states[:, PROMPT - 1 : -1]
@@ -66,19 +66,19 @@ class Policy(nn.Module):
 
 
 def shard(policy: Policy) -> None:
-    """Layers are gathered one by one; norm, embedding and lm-head are the root's."""
+    """Shard each layer; norm, embedding and lm-head belong to the root."""
     for layer in policy.causal_lm.model.layers:
         fully_shard(layer)
     fully_shard(policy)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
 
 @torch.no_grad()
 def roll_out(policy: Policy, device: torch.device) -> tuple[float, Episodes]:
-    """(mean reward, this process's episodes)."""
+    """Return the mean reward over all processes, and the episodes of this process."""
     prompts = draw_prompts(EPISODES, device)
     sequences = prompts
     for _ in range(RESPONSE):
@@ -94,7 +94,7 @@ def roll_out(policy: Policy, device: torch.device) -> tuple[float, Episodes]:
 
 
 def loss_of(policy: Policy, batch: Episodes) -> Tensor:
-    """This process's part of the loss: the mean over the tokens of all processes is their sum."""
+    """Return this process's part of the loss. The parts sum to the mean over all tokens."""
     return policy(
         batch.sequences,
         old_logprobs=batch.old_logprobs,
@@ -104,8 +104,8 @@ def loss_of(policy: Policy, batch: Episodes) -> Tensor:
 
 
 def show(policy: Policy, alone: Policy, batch: Episodes) -> None:
-    """What is sharded, that the gradient is the whole one, and what a loss says to a shard."""
-    loss_of(policy, batch).backward()  # after which the root is sharded again
+    """Print the shards' size, the gradient against one process, and the error outside."""
+    loss_of(policy, batch).backward()  # reshards the root
     held = sum(p.to_local().numel() for p in policy.parameters())
     whole = sum(p.numel() for p in policy.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in policy.parameters()]).full_tensor()
@@ -114,31 +114,31 @@ def show(policy: Policy, alone: Policy, batch: Episodes) -> None:
     everyones = [[torch.empty_like(x) for _ in processes] for x in batch]
     for parts, own in zip(everyones, batch, strict=True):
         distributed.all_gather(parts, own)
-    for rank in processes:  # the episodes of one process after those of another
+    for rank in processes:  # one process after another
         loss_of(alone, Episodes._make(parts[rank] for parts in everyones)).backward()
-    wanted = nn.utils.get_total_norm([p.grad for p in alone.parameters()])
-    speak(f"each of {len(processes)} processes holds {held} of {whole} weights")
-    speak(f"norm of the gradient {norm:.6f}, of one process with all rows {wanted:.6f}")
+    expected = nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+    print_once(f"each of {len(processes)} processes holds {held} of {whole} weights")
+    print_once(f"norm of the gradient {norm:.6f}, of one process with all rows {expected:.6f}")
     weight = policy.causal_lm.lm_head.weight
     try:
         linear_token_logprobs(torch.zeros(1, weight.shape[1]), weight, torch.zeros(1).long())
     except TypeError as error:
-        speak(f"outside the forward: {error}")
+        print_once(f"outside the forward: {error}")
 
 
-def speak(line: str) -> None:
-    """The first process speaks for all."""
+def print_once(line: str) -> None:
+    """Print on the first process."""
     if distributed.get_rank() == 0:
         print(line, flush=True)
 
 
 def train(iterations: int, seed: int = 0) -> None:
-    """Runs PPO without a value function."""
+    """Run PPO without a value function."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    torch.manual_seed(seed)  # the same first weights in every process
+    torch.manual_seed(seed)  # the same initial weights in every process
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -152,7 +152,7 @@ def train(iterations: int, seed: int = 0) -> None:
     alone: Policy | None = copy.deepcopy(policy)
     shard(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
-    torch.manual_seed(seed + distributed.get_rank())  # and episodes of its own in each
+    torch.manual_seed(seed + distributed.get_rank())  # but different episodes
 
     for iteration in range(iterations):
         mean, batch = roll_out(policy, device)
@@ -166,7 +166,7 @@ def train(iterations: int, seed: int = 0) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if iteration % 10 == 0 or iteration == iterations - 1:
-            speak(f"iteration {iteration:3d}   reward {mean:.3f}")
+            print_once(f"iteration {iteration:3d}   reward {mean:.3f}")
     distributed.destroy_process_group()
 
 

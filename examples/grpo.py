@@ -2,9 +2,8 @@
 
     python examples/grpo.py
 
-The task of `ppo.py`. Eight responses are drawn to each prompt; a response's advantage is its reward
-against those of its group (Shao et al. 2024), and the KL to the reference is a term of the loss,
-which one fused call computes together with its gradient.
+The task of `ppo.py` with eight responses per prompt. The advantage of a response is its reward
+normalized over its group (Shao et al. 2024). The KL to the reference is a term of the fused loss.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KL_COEF = 0.01
 
 
 def train(iterations: int, seed: int = 0) -> list[float]:
-    """Runs GRPO; the mean reward of each iteration."""
+    """Run GRPO and return the mean reward of each iteration."""
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
@@ -45,7 +44,7 @@ def train(iterations: int, seed: int = 0) -> list[float]:
     history = []
 
     def hidden_states(model: LlamaForCausalLM, sequences: torch.Tensor) -> torch.Tensor:
-        """[B, RESPONSE, H] that predict the responses."""
+        """Return the hidden states [B, RESPONSE, H] before each response token."""
         return model.model(sequences, use_cache=False).last_hidden_state[:, PROMPT - 1 : -1]
 
     for iteration in range(iterations):
@@ -61,8 +60,8 @@ def train(iterations: int, seed: int = 0) -> list[float]:
             )
         scores = reward(prompts, responses)
         groups = scores.view(PROMPTS, GROUP)
-        normalised = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-        advantages = normalised.view(-1, 1).expand_as(responses)
+        normalized = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        advantages = normalized.view(-1, 1).expand_as(responses)
 
         for rows in torch.randperm(len(sequences), device=device).chunk(MINIBATCHES):
             out = linear_ppo_loss(
@@ -86,9 +85,9 @@ def train(iterations: int, seed: int = 0) -> list[float]:
         if iteration % 10 == 0 or iteration == iterations - 1:
             print(
                 f"iteration {iteration:3d}   reward {history[-1]:.3f}   "
-                f"KL {out.metrics['kl']:.3f} nats a token   "
+                f"KL {out.metrics['kl']:.3f} nats per token   "
                 f"entropy {out.metrics['entropy']:.2f}   "
-                f"groups of one reward {(groups.std(1) == 0).float().mean():.0%}",
+                f"groups with equal rewards {(groups.std(1) == 0).float().mean():.0%}",
                 flush=True,
             )
     return history

@@ -1,12 +1,12 @@
-"""Adapters on the lm-head, LoRA or DoRA: merged into the weight that the loss reads, or refused.
+"""LoRA and DoRA adapters on the lm-head, merged into the weight for the loss.
 
     pip install peft
     python examples/lora_head.py
 
-PEFT keeps an adapter beside the layer that it changes, so `model.lm_head.weight` is the frozen
-matrix alone: a loss that multiplies by it trains a policy that nobody samples from, and the
-head's adapter gets no gradient. `fastppo.head_weight` is the weight that the model multiplies by.
-What is no weight, dropout in training or a bias of the adapter's own, it refuses.
+PEFT stores an adapter separately, so `model.lm_head.weight` is only the frozen matrix. A loss with
+this weight would train a different policy than the sampled one, and the head's adapter would get no
+gradient. `fastppo.head_weight` returns the weight with the adapter merged. It raises for adapters
+with dropout in training or a bias, since no single weight represents them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RANK = 4
 
 
 def adapted(**more: Any) -> Any:
-    """A small Llama with adapters on its projections and on its lm-head."""
+    """Return a small Llama with adapters on its projections and lm-head."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -45,11 +45,11 @@ def adapted(**more: Any) -> Any:
         targets = ["lm_head"]
         plain.lm_head = torch.nn.Linear(64, VOCABULARY)
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, **more)
-    with warnings.catch_warnings():  # PEFT's use of an attribute that transformers renamed
+    with warnings.catch_warnings():  # PEFT uses an attribute renamed in transformers
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         model = get_peft_model(plain, lora)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first: as if it had been trained for a while
+        if "lora_B" in name:  # initially zero; nonzero as after training
             torch.nn.init.normal_(parameter, std=0.1)
         if "magnitude" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.0)
@@ -57,25 +57,25 @@ def adapted(**more: Any) -> Any:
 
 
 def hidden_states(model: Any, sequences: Tensor) -> Tensor:
-    """[B, RESPONSE, H] that predict the responses, of the adapted trunk."""
+    """Return the adapted trunk's hidden states [B, RESPONSE, H] before each response token."""
     trunk = model.base_model.model.model
     return trunk(sequences, use_cache=False).last_hidden_state[:, PROMPT - 1 : -1]
 
 
 def adapter_gradient(model: Any, logprobs: Tensor) -> float:
-    """The norm of what the head's adapter gets of a gradient; 0 where none reaches it."""
+    """Return the norm of the head adapter's gradient, 0 if there is none."""
     own = [p for n, p in model.named_parameters() if "lm_head.lora" in n and p.requires_grad]
     gradients = torch.autograd.grad(logprobs.sum(), own, allow_unused=True, retain_graph=True)
     return sum(float((g**2).sum()) for g in gradients if g is not None) ** 0.5
 
 
 def compare(kind: str, model: Any, sequences: Tensor) -> None:
-    """The model's own logprobs, by merging the adapters, and by leaving them out."""
+    """Compare the model's logprobs with those of the merged and of the frozen weight."""
     responses = sequences[:, PROMPT:]
     lm_head = model.get_output_embeddings()
-    wanted = token_logprobs(model(sequences).logits[:, PROMPT - 1 : -1], responses)
+    expected = token_logprobs(model(sequences).logits[:, PROMPT - 1 : -1], responses)
     hidden = hidden_states(model, sequences)
-    by_logits = adapter_gradient(model, wanted)
+    by_logits = adapter_gradient(model, expected)
     print(f"{kind}: gradient of the head's adapter, by the logits    {by_logits:.4f}")
     for name, weight in (
         ("head_weight(lm_head)", head_weight(lm_head)),
@@ -83,13 +83,13 @@ def compare(kind: str, model: Any, sequences: Tensor) -> None:
     ):
         logprobs = linear_token_logprobs(hidden, weight, responses)
         print(
-            f"  by {name:22s} logprobs {(logprobs - wanted).abs().max():.1e} nats off, "
+            f"  by {name:22s} logprobs {(logprobs - expected).abs().max():.1e} nats off, "
             f"gradient {adapter_gradient(model, logprobs):.4f}"
         )
 
 
 def refuse(what: str, **more: Any) -> None:
-    """Adapters that are no weight."""
+    """Print the error for an adapter without a merged weight."""
     try:
         head_weight(adapted(**more).train().get_output_embeddings())
     except TypeError as error:
@@ -97,7 +97,7 @@ def refuse(what: str, **more: Any) -> None:
 
 
 def train(model: Any, sequences: Tensor, steps: int) -> None:
-    """Steps on one batch: the even tokens of the responses are good, the odd ones bad."""
+    """Train on one batch, with positive advantages for even tokens and negative ones for odd."""
     responses = sequences[:, PROMPT:]
     advantages = torch.where(responses % 2 == 0, 1.0, -1.0)
     trained = [p for p in model.parameters() if p.requires_grad]

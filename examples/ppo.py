@@ -2,10 +2,9 @@
 
     python examples/ppo.py
 
-A small Llama with random weights learns to answer a prompt of four tokens with the smallest of
-them, eight times. A minute on a CPU; on a GPU the same lines run the Triton kernels. To train
-a model of yours, load it, put your prompts in place of `draw_prompts` and your reward in place of
-`reward`.
+A small Llama with random weights learns to repeat the smallest token of a prompt eight times. It
+takes a minute on a CPU; on a GPU the same code runs the Triton kernels. To train your own model,
+load it, and replace `draw_prompts` and `reward`.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ def draw_prompts(count: int, device: torch.device) -> Tensor:
 
 
 def reward(prompts: Tensor, responses: Tensor) -> Tensor:
-    """[B] fp32: the share of a response that is the smallest token of its prompt."""
+    """[B] fp32: the share of response tokens equal to the smallest prompt token."""
     return (responses == prompts.amin(1, keepdim=True)).float().mean(1)
 
 
 class ActorCritic(nn.Module):
-    """One trunk, two heads: the model's own lm-head, and a linear one for the values."""
+    """One trunk with two heads: the lm-head, and a linear value head."""
 
     def __init__(self, causal_lm: LlamaForCausalLM) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class ActorCritic(nn.Module):
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1)
 
     def forward(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, RESPONSE, H] that predict the response, and their values."""
+        """Return hidden states [B, RESPONSE, H] before each response token, and their values."""
         states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
         hidden = states[:, PROMPT - 1 : -1]
         return hidden, self.value_head(hidden).squeeze(-1)
@@ -64,12 +63,12 @@ class ActorCritic(nn.Module):
 
 @torch.no_grad()
 def generate(policy: ActorCritic, prompts: Tensor) -> Tensor:
-    """[B, PROMPT + RESPONSE]: one response drawn to each prompt."""
+    """[B, PROMPT + RESPONSE]: prompts with sampled responses."""
     return policy.causal_lm.generate(prompts, do_sample=True, top_k=0, max_new_tokens=RESPONSE)
 
 
 def train(iterations: int, seed: int = 0) -> list[float]:
-    """Runs PPO; the mean reward of each iteration."""
+    """Run PPO and return the mean reward of each iteration."""
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
@@ -88,7 +87,7 @@ def train(iterations: int, seed: int = 0) -> list[float]:
     history = []
 
     for iteration in range(iterations):
-        # Draw responses, score them, and keep what the policy made of them.
+        # Sample and score responses; compute logprobs and values.
         prompts = draw_prompts(EPISODES, device)
         sequences = generate(policy, prompts)
         responses = sequences[:, PROMPT:]
@@ -101,7 +100,7 @@ def train(iterations: int, seed: int = 0) -> list[float]:
                 ref_hidden[:, PROMPT - 1 : -1], reference.lm_head.weight, responses
             )
 
-        # The score at the last token, less the KL at each; GAE; whitening.
+        # Score at the last token minus the KL at each token; GAE; whitening.
         mask = torch.ones_like(responses, dtype=torch.bool)
         advantages, returns, kl = compute_advantages(
             scores,
@@ -114,11 +113,11 @@ def train(iterations: int, seed: int = 0) -> list[float]:
             lam=LAM,
         )
 
-        # A few passes over the batch in minibatches: clipped loss, value loss, entropy bonus.
+        # Epochs of minibatches: clipped loss, value loss, entropy bonus.
         for _ in range(EPOCHS):
             for rows in torch.randperm(EPISODES, device=device).chunk(MINIBATCHES):
                 hidden, new_values = policy(sequences[rows])
-                out = linear_ppo_loss(  # no logits are kept: see the page on definitions
+                out = linear_ppo_loss(  # never holds all logits
                     hidden,
                     policy.lm_head,
                     responses[rows],

@@ -1,11 +1,11 @@
-"""A verifiable task of two turns: an environment, rewards by turn, a curriculum, held-out prompts.
+"""A verifiable task of two turns: an environment, rewards per turn, a curriculum, evaluation.
 
     python examples/tasks.py
 
-A small Llama with random weights is asked for a sum. A turn is one word. In the first it may call a
-tool, which says the sum; in the second it has to repeat what the tool said. Nobody shows it how.
-Half a minute on a CPU. To train a model of yours, give `model:` to the config in place of the one
-made here, prompts with the columns that your environment needs, and drop `stop_token_ids`.
+A small Llama with random weights is asked for a sum. A turn is one word. In the first turn it can
+call a tool, which returns the sum; in the second it must repeat the result. There are no
+demonstrations. It takes half a minute on a CPU. To train your own model, pass `model` to the config
+and prompts with the columns of your environment, and remove `stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ HELD_OUT = 20  # of the 100 sums
 
 
 class Adding:
-    """One episode at a time: `reset` gets the columns that it names."""
+    """Plays one episode at a time. `reset` gets the dataset columns it names."""
 
     def reset(self, prompt: str, total: str) -> None:
         self.total = total
         self.has_called = False
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """(what the policy reads next, what it earned, whether the episode is over)."""
+        """Return the observation, the reward, and whether the episode is over."""
         word = text.strip()
         if not self.has_called and word == "call":
             self.has_called = True
-            return f" says {self.total}", 0.2, False  # paid at the last token of this turn
+            return f" says {self.total}", 0.2, False  # rewards the last token of this turn
         if not self.has_called:
-            return None, float(word == self.total), True  # it knew the sum by heart
+            return None, float(word == self.total), True  # a sum from memory
         return None, 0.8 * (word == self.total), True
 
     def close(self) -> None:
-        """Called when the run ends, however it ends: a server would be shut down here."""
+        """Called at the end of the run, also after an error, for example to stop a server."""
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every sum in a shuffled order; the columns besides `prompt` go to the environment."""
+    """Return all sums, shuffled. The environment gets all columns except `prompt`."""
     numbers = itertools.product(range(LARGEST + 1), repeat=2)
     sums = [{"prompt": f"{a} plus {b}", "total": str(a + b)} for a, b in numbers]
     random.Random(0).shuffle(sums)
@@ -71,7 +71,7 @@ def small_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        tie_word_embeddings=True,  # to repeat a word is then nearly the identity
+        tie_word_embeddings=True,  # makes repeating a word nearly the identity
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config), tokenizer
@@ -91,19 +91,19 @@ def main() -> None:
         output_dir=str(folder),
         iterations=arguments.iterations,
         rollout_batch_size=128,
-        # Turns: a word ends one, and there are two of them.
+        # Two turns of one word each.
         max_new_tokens=1,
         stop_token_ids=list(range(len(WORDS))),
         max_turns=2,
         advantage="turn_gae",
-        # A sum that was answered eight times in a row is asked no more.
+        # Prompts with eight correct answers in a row are dropped.
         solved_reward=1.0,
-        # Sums that are not trained on, answered as in training and with the likeliest words.
+        # Held-out sums, sampled and greedy.
         eval_prompts=str(folder / "held-out.jsonl"),
         eval_interval=10,
         eval_sampling="both",
-        # Random weights have nothing worth staying near, and much to try: a policy that is soon
-        # sure of its call never says a number.
+        # Random weights are no useful reference and need exploration: a policy that is certain of
+        # its call too early never tries a number.
         kl_coef=0.0,
         entropy_coef=0.05,
         schedules=["entropy_coef=linear:0"],

@@ -1,11 +1,11 @@
-"""FastPPO's loss in TRL's GRPOTrainer, beside TRL's own: the same run, and the memory of its loss.
+"""TRL's GRPOTrainer with FastPPO's loss against TRL's own: the same run with less memory.
 
     pip install "trl==1.12.*" requests
     python examples/trl_grpo.py
 
-Two trainers with the same options, first weights and seed answer the same prompts. The import is
-the only line that differs. On a GPU the peak is CUDA's; on a CPU it is counted from the allocations
-of one more loss and its gradient, at a vocabulary that makes the logits the largest thing.
+Two trainers run with the same options, initial weights, seed and prompts. Only the import differs.
+The example prints the peak memory of one more loss and gradient, from CUDA or from CPU allocations,
+with a vocabulary large enough to make the logits dominate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = 32
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens t0, t1, …; no response ends early."""
+    """Return a tokenizer with the tokens t0, t1, …; no response ends early."""
     names = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCABULARY)}
     words = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -45,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def policy() -> LlamaForCausalLM:
-    """The first weights of both, and of their reference."""
+    """Return the initial model of both trainers and their reference."""
     set_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -61,17 +61,17 @@ def policy() -> LlamaForCausalLM:
 
 
 def even(completion_ids: list[list[int]], **others: Any) -> list[float]:
-    """The reward: the share of even tokens."""
+    """Return the share of even tokens as reward."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """All of them, in one row on the CPU."""
+    """Return all weights as one vector on the CPU."""
     return torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
 
 
 def train(kind: type, steps: int, folder: str) -> Any:
-    """A run of one of the trainers, from the model that is saved in the folder."""
+    """Run a trainer from the model saved in the folder."""
     prompts = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=torch.manual_seed(1)).tolist()
     rows = Dataset.from_dict({"prompt": [" ".join(f"t{i}" for i in row) for row in prompts]})
     options = trl.GRPOConfig(
@@ -80,10 +80,10 @@ def train(kind: type, steps: int, folder: str) -> Any:
         per_device_train_batch_size=ROWS,
         gradient_accumulation_steps=2,
         num_generations=GROUP,
-        num_iterations=2,  # two optimiser steps on each generation: the second one clips
+        num_iterations=2,  # two optimizer steps per generation: the second one clips
         max_completion_length=RESPONSE,
         beta=0.02,
-        use_bias_correction_kl=False,  # else FastPPO's statistics, and TRL's loss of them
+        use_bias_correction_kl=False,  # otherwise TRL computes the loss from FastPPO's statistics
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         bf16=torch.cuda.is_available(),
@@ -107,7 +107,7 @@ def train(kind: type, steps: int, folder: str) -> Any:
 
 
 def loss_memory(trainer: Any) -> int:
-    """Bytes at the peak of one more loss and its gradient, above what was there before."""
+    """Return the peak memory of one more loss and its gradient, in bytes."""
     inputs = trainer._buffered_inputs[0]
     model = trainer.model
     model.zero_grad()
@@ -137,10 +137,10 @@ def main(steps: int) -> None:
         if "loss" in a:
             cells = (f"{a[name]:8.5f} {b[name]:8.5f}" for name in names)
             print(f"{a['step']:4d}   " + "   ".join(cells))
-    # Of all weights: of one alone, Adam makes a whole step of what is rounding in its gradient.
+    # Over all weights, since Adam can turn rounding in one gradient into a full step.
     start, one, other = (weights(model) for model in (policy(), theirs.model, ours.model))
     off = float((one - other).norm() / (one - start).norm())
-    print(f"after {steps} steps the two differ by {off:.1e} of the way that they have gone")
+    print(f"after {steps} steps the weights differ by {off:.1e} of their change")
     for name, trainer in (("TRL", theirs), ("FastPPO", ours)):
         print(
             f"memory of the loss and its gradient, {name:8s} {loss_memory(trainer) / 1e6:6.1f} MB"
