@@ -1,19 +1,18 @@
 """GAE, reward shaping and whitening on a CPU: compiled loops over each sequence.
 
-The operations are those of `fastppo_kernels.definition`, under the same names and with the same
-operands. Of a sequence, the tokens that the mask leaves out are stepped over; of the others, in
-fp64 and with c = γλ:
+The operations, names and operands are those of `fastppo_kernels.definition`. For the unmasked
+tokens of a sequence, in fp64 and with c = γλ:
 
     r_t = −kl_coef·KL_t + token_reward_t   (+ the score on the last token)
     δ_t = r_t + γ·V_{t+1} − V_t
     A_t = δ_t + c·δ_{t+1} + c²·δ_{t+2} + c³·δ_{t+3} + c⁴·A_{t+4}      return_t = A_t + V_t
 
-The recurrence looks four tokens ahead: A_t = δ_t + c·A_{t+1} would wait at each token for the one
-before it, where all else is vector instructions.
+The recurrence looks four tokens ahead: A_t = δ_t + c·A_{t+1} would wait for the next token at every
+token, while everything else is vector instructions.
 
-A row with gaps gives the same bits as the row without them, and packed rows those of padded ones.
-Moments for whitening are summed by sequence in the same walk, and over sequences in their order;
-`whiten` by itself sums blocks of a fixed size: the bits do not depend on the threads.
+A row with gaps gives the same bits as the row without them, and packed rows the same as padded
+ones. Moments for whitening are summed by sequence in the same loop, then over sequences in order.
+`whiten` alone sums blocks of a fixed size. The bits do not depend on the number of threads.
 
 Source: Schulman et al. 2016, eq. 11, 12 and 16.
 """
@@ -39,11 +38,11 @@ from fastppo_kernels.records import (
 )
 
 BLOCK = 2**14
-"""Entries whose sums are taken together in whitening."""
+"""Entries per block in whitening."""
 
 
 class _Tokens(NamedTuple):
-    """What there is per token, flat; an empty array where it is not given."""
+    """Flat arrays with an entry per token; empty for missing ones."""
 
     values: Any
     rewards: Any
@@ -52,7 +51,7 @@ class _Tokens(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """What there is per sequence; `bounds` [B + 1] are where each begins and the last ends."""
+    """Arrays with an entry per sequence; `bounds` [B + 1] are their starts, and the end."""
 
     bounds: Any
     scores: Any
@@ -62,12 +61,14 @@ class _Sequences(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Where a sequence is worked on."""
+    """The buffers of a sequence.
+
+    gathered: [6, longest sequence] in the dtype of the values, if there is a mask.
+    """
 
     delta: Any
     estimates: Any
     gathered: Any
-    """[6, the longest sequence] in the dtype of the values, where there is a mask."""
 
 
 @compiled
@@ -80,7 +81,7 @@ def _count(mask):
 
 @compiled
 def _gathered(x, mask, out):
-    """The entries that count, in `out`."""
+    """Gather the unmasked entries in `out`."""
     place = 0
     for t in range(len(x)):
         out[place] = x[t]
@@ -90,7 +91,7 @@ def _gathered(x, mask, out):
 
 @compiled
 def _scattered(values, mask, out):
-    """They go to their places, with zeros between them."""
+    """Scatter values to the unmasked places, with zeros in between."""
     place = 0
     for t in range(len(out)):
         out[t] = values[place] if mask[t] else 0.0
@@ -99,7 +100,7 @@ def _scattered(values, mask, out):
 
 @compiled_in_lanes
 def _rewards(tokens, kl_coef, estimator, rewards):
-    """Shaped rewards but for the score, to `rewards`; returns ΣKL."""
+    """Write the shaped rewards without the score to `rewards`; return ΣKL."""
     total = 0.0
     clear(rewards[: len(tokens.values)])
     for t in range(len(tokens.ref_logprobs)):
@@ -114,7 +115,7 @@ def _rewards(tokens, kl_coef, estimator, rewards):
 
 @compiled
 def _recurrence(delta, advantages, factor):
-    """A [whole fours], from δ with zeros behind it [three more]."""
+    """Compute A, of a multiple of four tokens, from δ with three zeros after it."""
     for t in range(len(advantages)):
         near = delta[t + 2] + factor * delta[t + 3]
         advantages[t] = delta[t] + factor * (delta[t + 1] + factor * near)
@@ -137,7 +138,7 @@ def _recurrence(delta, advantages, factor):
 
 @compiled_in_lanes
 def _round(estimates, values, advantages, returns):
-    """Advantages and returns in their dtype; (ΣA, ΣA²) of what they were rounded to."""
+    """Round advantages and returns to their dtype; return (ΣA, ΣA²) of the rounded ones."""
     total = 0.0
     squares = 0.0
     for t in range(len(values)):
@@ -151,7 +152,7 @@ def _round(estimates, values, advantages, returns):
 
 @compiled
 def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
-    """A of the tokens of sequence i that count, one behind the other; returns ΣKL."""
+    """Compute A of the unmasked tokens of sequence i, contiguously; return ΣKL."""
     values = tokens.values
     last = len(tokens.values) - 1
     if last < 0:
@@ -173,7 +174,7 @@ def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
 def _walk(
     start, stop, room, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums
 ):
-    """Advantages and returns of sequences; (count, ΣA, ΣA², ΣKL) of each to sums [B, 4]."""
+    """Write advantages and returns, and (count, ΣA, ΣA², ΣKL) per sequence to sums [B, 4]."""
     for i in range(start, stop):
         begin = sequences.bounds[i]
         end = sequences.bounds[i + 1]
@@ -218,7 +219,7 @@ def _walk(
 
 @compiled_in_lanes
 def _sum_of_block(x, mask, center):
-    """(count, Σ(x − center), Σ(x − center)²) in fp64."""
+    """Return (count, Σ(x − center), Σ(x − center)²) in fp64."""
     count = 0.0
     total = 0.0
     squares = 0.0
@@ -233,7 +234,7 @@ def _sum_of_block(x, mask, center):
 
 @kernel
 def _sum_of_blocks(start, stop, x, mask, center, sums):
-    """(count, Σ(x − center), Σ(x − center)²) of each block to sums [blocks, 3]."""
+    """Write (count, Σ(x − center), Σ(x − center)²) of each block to sums [blocks, 3]."""
     for block in range(start, stop):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         count, total, squares = _sum_of_block(x[part], mask[part], center)
@@ -244,7 +245,7 @@ def _sum_of_blocks(start, stop, x, mask, center, sums):
 
 @kernel
 def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
-    """(x − mean)·scale + shift in the mask, 0 outside it."""
+    """Write (x − mean)·scale + shift, 0 where masked."""
     for block in range(start, stop):
         part = x[block * BLOCK : (block + 1) * BLOCK]
         bits = mask[block * BLOCK : (block + 1) * BLOCK]
@@ -254,25 +255,26 @@ def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
             into[j] = white if len(bits) == 0 or bits[j] else 0.0
 
 
-# ----------------------------------------------------------------------------------- the operations
+# --------------------------------------------------------------------------------------- operations
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> Any:
-    """The entries, in their order, as an array; empty for None."""
+    """Flatten a tensor to an array; None gives an empty one."""
     if x is None:
         return torch.empty(0, dtype=dtype).numpy()
     return x.detach().to(dtype).reshape(-1).contiguous().numpy()
 
 
 def _each(number: float, values: Tensor | None, count: int) -> Any:
-    """A number for each sequence, fp64."""
+    """Return an fp64 number per sequence."""
     return np.full(count, number) if values is None else _flat(values, torch.float64)
 
 
 class _Walked(NamedTuple):
+    """Advantages and returns, and sums [B, 4] fp64 of (count, ΣA, ΣA², ΣKL)."""
+
     estimates: Gae
     sums: Tensor
-    """[B, 4] fp64: (count, ΣA, ΣA², ΣKL)."""
 
 
 def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None) -> _Walked:
@@ -329,14 +331,14 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
-    """(advantages, returns) like the values, fp32 or fp64, 0 where masked; see `definition.gae`."""
+    """`definition.gae`."""
     return _walk_all(trajectory, discounts, None).estimates
 
 
 def shaped_advantages(
     trajectory: Trajectory, shaping: Shaping, discounts: Discounts
 ) -> ShapedAdvantages:
-    """Shaped rewards, then GAE; no whitening. See `definition.shaped_advantages`."""
+    """`definition.shaped_advantages`."""
     walked = _walk_all(trajectory, discounts, shaping)
     advantages, returns = walked.estimates
     kl = walked.sums[:, 3].to(returns.dtype)
@@ -351,7 +353,7 @@ def _moments_around(x: Any, mask: Any, center: float) -> Any:
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
+    """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
     flat = _flat(x, accumulation_dtype(x.dtype))
     return torch.from_numpy(_moments_around(flat, _flat(mask, torch.bool), 0.0))
 
@@ -363,10 +365,7 @@ def whiten(
     shift_mean: bool = True,
     moments: Tensor | None = None,
 ) -> Tensor:
-    """(x − mean)·rsqrt(var + 1e-8) over the mask, Bessel-corrected; 0 where masked.
-
-    `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
-    """
+    """`definition.whiten`. `moments` are those of the whole global batch."""
     dtype = accumulation_dtype(x.dtype)
     flat = _flat(x, dtype)
     bits = _flat(mask, torch.bool)
@@ -375,8 +374,7 @@ def whiten(
         mean = total / max(count, 1.0)
         variance = (squares - count * mean * mean) / max(count - 1.0, 1.0)
     else:
-        # About the mean, twice: Σx² − n·mean² would have lost what it is about where the mean is
-        # far from 0.
+        # Two passes: Σx² − n·mean² cancels if the mean is far from 0.
         count, total, _ = _moments_around(flat, bits, 0.0)
         mean = total / max(count, 1.0)
         _, rest, squares = _moments_around(flat, bits, mean)

@@ -1,53 +1,53 @@
 """Generalised advantage estimation, reward shaping and whitening as Triton kernels.
 
-For the valid tokens of one sequence, with "next" the next *valid* token,
+For the valid tokens of a sequence, with "next" the next *valid* token,
 
     A_t = r_t − V_t + U_next,   U_next = γ·V_next + γλ·A_next      (what the future contributes)
 
-Putting A_t into U_t = γ·V_t + γλ·A_t leaves one first-order linear recurrence, with neither δ nor
-V_next in it:
+Substituting A_t in U_t = γ·V_t + γλ·A_t gives one first-order linear recurrence without δ and
+V_next:
 
     U_t = γλ · U_next + γ·((1−λ)·V_t + λ·r_t)
 
-So a token is the affine map U ↦ a·U + b with a = γλ, b = γ((1−λ)V_t + λr_t), and a masked token is
-the identity (1, 0): gaps need no search for the next valid token. After the last token comes
-U = γ·bootstrap + score: the terminal score enters there, whichever token is the last valid one.
-Composition of maps is associative. A block of tokens is scanned at once, its composite map carries
-U to the block before it, and A_t = r_t − V_t + (the composite of the later tokens)(U).
+A token is thus the affine map U ↦ a·U + b with a = γλ and b = γ((1−λ)V_t + λr_t). A masked token is
+the identity (1, 0), so gaps need no search for the next valid token. The last token is followed by
+U = γ·bootstrap + score, whichever token is the last valid one. Composition of maps is associative:
+a block of tokens is scanned in parallel, its composite map carries U to the block before it, and
+A_t = r_t − V_t + (the composite of the later tokens)(U).
 
-How a batch is cut. Every sequence is cut, from its first token, into chunks of 32 blocks of 256
-tokens (`programs.TABLE`), one program per chunk, whatever the layout. Hence packed rows and rows
-padded on the right give the same bits: the cuts and the order of every sum follow from the position
-in the sequence, and what is past its end is the identity. A packed batch numbers its chunks without
-a scan over the lengths: those of sequence i start at slot ⌊cu_seqlens[i] / CHUNK⌋ + i, which leaves
-room for all of them and at most one unused slot per sequence.
+Chunks. Every sequence is divided, from its first token, into chunks of 32 blocks of 256 tokens
+(`programs.TABLE`), one program per chunk, in every layout. Packed rows and right-padded rows give
+the same bits: division and order of every sum depend only on the position in the sequence, and
+tokens after its end are the identity. A packed batch numbers its chunks without a scan over the
+lengths: those of sequence i start at slot ⌊cu_seqlens[i] / CHUNK⌋ + i, which leaves at most one
+unused slot per sequence.
 
-    `_aggregate_kernel`   the composite map of every chunk but the first of its sequence; not
-                          launched when no sequence can be longer than a chunk
-    `_apply_kernel`       U after the chunk from the composites of the later ones, then the
-                          chunk's blocks from last to first; writes advantages, returns, sums
-    `_sequence_sums_kernel`  sums of a sequence's chunks; not launched for one chunk per sequence
-    `_moments_kernel`     KL per sequence, moments of the batch
-    `_whiten_kernel`      elementwise
+    `_aggregate_kernel`      the composite map of every chunk except a sequence's first; launched
+                             only if a sequence can be longer than a chunk
+    `_apply_kernel`          U after the chunk from the composites of the later ones, then the
+                             chunk's blocks from last to first; writes advantages, returns, sums
+    `_sequence_sums_kernel`  sums over a sequence's chunks, if there are several
+    `_moments_kernel`        KL per sequence, moments of the batch
+    `_whiten_kernel`         elementwise
 
-Launches: `gae` 1, or 2 with sequences longer than a chunk. `shaped_advantages` 2 (the kernel and a
-one-program sum), or 4. `whiten` 1 with moments, else 3. No kernel waits for another program, no
-float atomics, no synchronisation with the host; the order of every sum is fixed, so the same inputs
-give the same bits.
+Launches: `gae` 1, or 2 for sequences longer than a chunk. `shaped_advantages` 2 (the kernel and a
+one-program sum), or 4. `whiten` 1 with moments, otherwise 3. There are no waits for other programs,
+float atomics or host synchronisations. The order of every sum is fixed, so the same inputs give the
+same bits.
 
-Precision. bf16, fp16 and fp32 in, fp32 out. Blocks are scanned in fp32 trees; U and the
-composites between blocks, sums and moments are fp64: a handful of scalars per block, so that the
-error of a long sum does not grow with the number of blocks. γλ is rounded to fp32 once, which
-shifts a horizon 1/(1−γλ) by up to 3e-8 of its square in tokens.
+Precision. Inputs are bf16, fp16 or fp32, results fp32. Blocks are scanned in fp32 trees. U and the
+composites between blocks, sums and moments are fp64, a few scalars per block, so the error of a
+long sum does not grow with the number of blocks. γλ is rounded to fp32 once, which shifts a horizon
+1/(1−γλ) by up to 3e-8 of its square in tokens.
 
-Not done here: the check of arguments (`fastppo.functional`), and reading cu_seqlens on the host.
-Bounds taken from it are clamped, so a wrong one gives wrong numbers and not a stray access.
+Arguments are checked in `fastppo.functional`. cu_seqlens is not read on the host; bounds taken from
+it are clamped, so a wrong one gives wrong numbers but no stray access.
 
 Source: Schulman et al. 2016, eq. 11, 12, 16; Blelloch 1990 for scans of linear recurrences.
 """
 
-# Triton reads a kernel's annotations itself (constexpr, the width of a scalar), so its parameters
-# carry no others.
+# Kernels' parameters have no other annotations than those that Triton reads (constexpr, the width
+# of a scalar).
 
 from __future__ import annotations
 
@@ -72,37 +72,37 @@ from fastppo_kernels.triton.jit import sampled_kl
 from fastppo_kernels.triton.launch import check_dtype, current, dense, dense_record, launch_options
 
 VECTOR = tl.constexpr(4)
-"""Tokens that follow one another in a thread: 16 bytes of fp32. They are composed in registers, and
-the scan by shuffles is over a quarter of the tokens. Loads by the element, of packed rows and of
-lengths that are no multiple of four, come to that through 512 bytes of shared memory."""
+"""Consecutive tokens of a thread: 16 bytes of fp32. They are composed in registers, so the scan by
+shuffles covers a quarter of the tokens. Element-wise loads (packed rows, and lengths that are not
+multiples of four) are rearranged through 512 bytes of shared memory."""
 
 FP_FUSION = False
-"""Where a multiply and an add become one is written in the kernels. Left to the compiler, it could
-be chosen one way for packed rows and another for padded ones."""
+"""Contractions are written out in the kernels. The compiler could choose differently for packed and
+padded rows."""
 
 WHITEN_EPSILON = tl.constexpr(records.WHITEN_EPSILON)
 SUMS = tl.constexpr(4)
 """Sums per chunk or sequence, fp64: KL, count, Σ A, Σ A²."""
 
 
-# ------------------------------------------------------------------------------ shared jit helpers
+# ------------------------------------------------------------------------------------ jit helpers
 
 
 @triton.jit
 def _compose(a_later, b_later, a_earlier, b_earlier):
-    """The later tokens' map, then the earlier one's: U ↦ a_earlier·(a_later·U + b_later) + …"""
+    """Compose the maps: U ↦ a_earlier·(a_later·U + b_later) + b_earlier."""
     return a_earlier * a_later, tl.fma(a_earlier, b_later, b_earlier)
 
 
 @triton.jit
 def _bound(cu_seqlens, index, total):
-    """cu_seqlens[index], clamped into the batch whatever it holds."""
+    """Load cu_seqlens[index], clamped into the batch."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + index).to(tl.int64), 0), total)
 
 
 @triton.jit
 def _first_slot(sequence, cu_seqlens, total, row_chunks, CHUNK: tl.constexpr):
-    """Where the chunks of a sequence begin among the slots of the batch."""
+    """Return the first slot of a sequence's chunks."""
     if cu_seqlens is None:
         slot = sequence * row_chunks
     else:
@@ -112,13 +112,13 @@ def _first_slot(sequence, cu_seqlens, total, row_chunks, CHUNK: tl.constexpr):
 
 @triton.jit
 def _whole_vectors(length, BY_VECTOR: tl.constexpr):
-    """`length`, so that the compiler knows where it is a multiple of VECTOR."""
+    """Return `length`, visibly a multiple of VECTOR for the compiler if it is one."""
     return length // VECTOR * VECTOR if BY_VECTOR else length
 
 
 @triton.jit
 def _span(sequence, cu_seqlens, total, length):
-    """(first token, number of tokens) of a sequence; padded rows are `length` tokens apart."""
+    """Return (first token, number of tokens) of a sequence."""
     if cu_seqlens is None:
         start = sequence.to(tl.int64) * length
         tokens = length
@@ -130,9 +130,9 @@ def _span(sequence, cu_seqlens, total, length):
 
 @triton.jit
 def _locate(slot, cu_seqlens, total, batch, length, row_chunks, search_steps, CHUNK: tl.constexpr):
-    """(sequence, chunk of it, its first token, its tokens) of a slot.
+    """Return (sequence, chunk, first token, number of tokens) of a slot.
 
-    In a packed batch the sequence is the last one whose first slot is not after this one.
+    In a packed batch the sequence is the last one with a first slot ≤ `slot`.
     """
     if cu_seqlens is None:
         sequence = slot // row_chunks
@@ -151,7 +151,7 @@ def _locate(slot, cu_seqlens, total, batch, length, row_chunks, search_steps, CH
 
 @triton.jit
 def _discounts_of(sequence, discounts, gamma, lam):
-    """(γ in fp64, γλ, γ(1−λ)) of a sequence; the products are rounded to fp32 once."""
+    """Return (γ in fp64, γλ, γ(1−λ)) of a sequence; the products are rounded to fp32 once."""
     if discounts.gammas is not None:
         discount = tl.load(discounts.gammas + sequence).to(tl.float64)
     else:
@@ -166,7 +166,7 @@ def _discounts_of(sequence, discounts, gamma, lam):
 
 @triton.jit
 def _positions(block, BLOCK: tl.constexpr):
-    """[lanes, VECTOR] places in the sequence: vectors from the block's last one to its first."""
+    """Return [lanes, VECTOR] positions in the sequence, the block's last vector first."""
     vector = tl.arange(0, BLOCK // VECTOR) + 1
     end = (block + 1) * BLOCK
     return (end - VECTOR * vector)[:, None] + tl.arange(0, VECTOR)[None, :]
@@ -174,16 +174,16 @@ def _positions(block, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(pointer, inside, LAST: tl.constexpr):
-    """A float operand in fp32. What is read for the last time makes room in the cache first."""
+    """Load a float operand in fp32. The `LAST` read is evicted first."""
     hint: tl.constexpr = "evict_first" if LAST else ""
     return tl.load(pointer, mask=inside, other=0.0, eviction_policy=hint).to(tl.float32)
 
 
 @triton.jit
 def _load_block(start, position, inside, trajectory, shaping, LAST: tl.constexpr):
-    """(valid, V, r, KL) of a block: r = −β·KL + the token's reward; 0 where not valid.
+    """Return (valid, V, r, KL) of a block, with r = −β·KL + token reward; 0 where not valid.
 
-    Every load is issued before the mask is looked at: what a masked token holds is not used.
+    All loads are issued before the mask is used; masked tokens may hold anything.
     """
     token = start + position
     valid = inside
@@ -205,7 +205,7 @@ def _load_block(start, position, inside, trajectory, shaping, LAST: tl.constexpr
 
 @triton.jit
 def _split(x):
-    """[lanes, VECTOR] as its VECTOR columns."""
+    """Split [lanes, VECTOR] into its columns."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -220,25 +220,23 @@ def _join(first, second, third, fourth):
 
 @triton.jit
 def _sum(x):
-    """Of each row, in an order that no layout changes."""
+    """Sum each row, in an order that is the same for all layouts."""
     first, second, third, fourth = _split(x)
     return (first + second) + (third + fourth)
 
 
 @triton.jit
 def _scan_block(valid, value, reward, decay, weight):
-    """(maps of each row's tokens but its first, latest first; those of the block's last token down
-    to each row's first), the maps (a, b) of one place in tuples.
+    """Return the maps (a, b) of each row's later tokens, and of the block from its end to each row.
 
     A token's map is (γλ, γλ·r + γ(1−λ)·V): `decay` is γλ and `weight` γ(1−λ).
 
-    Which sums are formed, and in which order, is written out here, whatever the layout in which
-    the tokens were loaded: by the vector where rows start on 16 bytes, by the element where not,
-    as in a packed batch. Rows run backwards in time: the lowering of a scan with `reverse=True`
-    turns the lanes round by shuffles before and after.
+    The order of the sums is written out, and does not depend on the layout of the loads: by vectors
+    for rows that start on 16 bytes, by elements otherwise, as in a packed batch. Rows run backwards
+    in time, because a scan with `reverse=True` reverses the lanes by shuffles before and after.
     """
     a = tl.where(valid, decay, 1.0)
-    b = tl.fma(reward, tl.zeros_like(reward) + decay, weight * value)  # 0 where r and V are
+    b = tl.fma(reward, tl.zeros_like(reward) + decay, weight * value)  # 0 if r and V are 0
     a0, a1, a2, a3 = _split(a)
     b0, b1, b2, b3 = _split(b)
     later_a, later_b = _compose(a3, b3, a2, b2)
@@ -250,7 +248,7 @@ def _scan_block(valid, value, reward, decay, weight):
 
 @triton.jit
 def _whole_block(a, b, lane):
-    """The composite map of the block, fp64 scalars: the last lane's, the earliest tokens."""
+    """Return the composite map of the block, the last lane's, in fp64 scalars."""
     first = lane == lane.shape[0] - 1
     a_block = tl.sum(tl.where(first, a, 0.0), axis=0).to(tl.float64)
     b_block = tl.sum(tl.where(first, b, 0.0), axis=0).to(tl.float64)
@@ -259,8 +257,9 @@ def _whole_block(a, b, lane):
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Sizes vary from batch to batch: a kernel must not be compiled anew because one is 1, or 16 divides
-# it, and padded and packed batches must run the same instructions.
+# Sizes vary from batch to batch and are not specialised: a kernel must not be compiled again
+# because one is 1 or a multiple of 16, and padded and packed batches must run the same
+# instructions.
 _SIZES = ["total", "batch", "length", "row_chunks", "search_steps"]
 
 
@@ -269,7 +268,7 @@ def _aggregate_kernel(
     trajectory,
     shaping,
     discounts,
-    maps_ptr,  # [slots, 2] fp64, the composite (a, b) of each chunk but a sequence's first
+    maps_ptr,  # [slots, 2] fp64, the composite (a, b) of each chunk except a sequence's first
     gamma: tl.float64,
     lam: tl.float64,
     total,
@@ -279,7 +278,7 @@ def _aggregate_kernel(
     search_steps,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    BY_VECTOR: tl.constexpr,  # every row of a padded batch starts on a vector
+    BY_VECTOR: tl.constexpr,  # all rows of a padded batch start on a vector
 ):
     slot = tl.program_id(0)
     length = _whole_vectors(length, BY_VECTOR)
@@ -287,7 +286,7 @@ def _aggregate_kernel(
         slot, trajectory.cu_seqlens, total, batch, length, row_chunks, search_steps, CHUNK
     )
     if chunk > 0:
-        # Negative in an unused slot: no blocks, and an identity that nothing reads.
+        # Negative in an unused slot: no blocks, and an unread identity.
         blocks = (tl.minimum(tokens - chunk * CHUNK, CHUNK) + BLOCK - 1) // BLOCK
         _discount, decay, weight = _discounts_of(sequence, discounts, gamma, lam)
         lane = tl.arange(0, BLOCK // VECTOR)
@@ -310,7 +309,7 @@ def _apply_kernel(
     trajectory,
     shaping,
     discounts,
-    maps_ptr,  # [slots, 2] fp64, or None where every sequence fits a chunk
+    maps_ptr,  # [slots, 2] fp64, or None if every sequence fits in a chunk
     advantages_ptr,
     returns_ptr,
     sums_ptr,  # [slots, SUMS] fp64, or None
@@ -324,7 +323,7 @@ def _apply_kernel(
     search_steps,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    BY_VECTOR: tl.constexpr,  # every row of a padded batch starts on a vector
+    BY_VECTOR: tl.constexpr,  # all rows of a padded batch start on a vector
 ):
     slot = tl.program_id(0)
     length = _whole_vectors(length, BY_VECTOR)
@@ -339,7 +338,7 @@ def _apply_kernel(
         u = discount * tl.load(trajectory.bootstrap + sequence).to(tl.float64)
     if shaping.scores is not None:
         score = tl.load(shaping.scores + sequence).to(tl.float64)
-        # Comparisons, where minimum and maximum would turn a NaN into a number.
+        # Comparisons, because minimum and maximum would replace NaN by a number.
         score = tl.where(score > score_clip, score_clip, score)
         u += tl.where(score < -score_clip, -score_clip, score)
     if maps_ptr is not None:
@@ -363,7 +362,7 @@ def _apply_kernel(
             start, position, inside, trajectory, shaping, LAST=True
         )
         a, b, row_a, row_b = _scan_block(valid, value, reward, decay, weight)
-        # U after a row's tokens is U before those of the row before, which are later.
+        # U after a row's tokens is U before the tokens of the previous row, which are later.
         u_before = tl.fma(row_a, tl.zeros_like(row_b) + u.to(tl.float32), row_b)
         u3 = tl.where(lane == 0, u.to(tl.float32), tl.gather(u_before, previous_lane, 0))
         u2 = tl.fma(a[2], u3, b[2])
@@ -372,7 +371,7 @@ def _apply_kernel(
         advantage = (reward - value) + _join(u0, u1, u2, u3)
         advantage = tl.where(valid, advantage, 0.0)
         tl.store(advantages_ptr + start + position, advantage, mask=inside)
-        # Whitening comes next: of what is written here it reads the advantages alone.
+        # Whitening comes next, and reads only the advantages.
         returns = advantage + value
         tl.store(returns_ptr + start + position, returns, inside, eviction_policy="evict_first")
         if sums_ptr is not None:
@@ -402,7 +401,7 @@ def _sequence_sums_kernel(
     CHUNK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per sequence. Lanes count from its first chunk, so the layout has no say."""
+    """One program per sequence. Lanes count from its first chunk, whatever the layout."""
     sequence = tl.program_id(0)
     _start, tokens = _span(sequence, cu_seqlens, total, length)
     chunks = tl.maximum((tokens + CHUNK - 1) // CHUNK, 0)
@@ -424,7 +423,7 @@ def _moments_kernel(
     rows,
     LANES: tl.constexpr,
 ):
-    """One program: Σ over rows of (count, Σ A, Σ A²) and the KL of each row."""
+    """Sum (count, Σ A, Σ A²) over rows, and store the KL of each row, in one program."""
     lane = tl.arange(0, LANES)
     count = tl.zeros((LANES,), tl.float64)
     total_sum = tl.zeros((LANES,), tl.float64)
@@ -448,7 +447,7 @@ def _moments_kernel(
 def _moment_sums_kernel(
     x_ptr,
     mask_ptr,
-    sums_ptr,  # [programs, SUMS] fp64; the KL's column is left alone
+    sums_ptr,  # [programs, SUMS] fp64, without the KL's column
     elements,
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
@@ -478,8 +477,11 @@ def _moment_sums_kernel(
 
 @triton.jit
 def _whitening(moments_ptr):
-    """(mean in two parts, 1/√(var + ε)): x − mean keeps its digits in fp32 however far the mean is
-    from 0. Every thread forms them: two divisions in fp64, and the root of an fp32 number."""
+    """Return (mean in two parts, 1/√(var + ε)).
+
+    In two parts, x − mean keeps its digits in fp32 however far the mean is from 0. Every thread
+    computes them: two divisions in fp64 and a root in fp32.
+    """
     count = tl.load(moments_ptr).to(tl.float64)
     total_sum = tl.load(moments_ptr + 1).to(tl.float64)
     square_sum = tl.load(moments_ptr + 2).to(tl.float64)
@@ -508,7 +510,7 @@ def _whiten_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """STEPS blocks of a flat tensor; inside it without a mask, so that loads are by the vector."""
+    """Whiten STEPS blocks of a flat tensor, unmasked inside it, so that loads are vectorised."""
     mean_high, mean_low, scale = _whitening(moments_ptr)
     start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     lane = tl.arange(0, BLOCK)
@@ -539,7 +541,7 @@ _NO_SHAPING = Shaping(scores=None, logprobs=None)  # type: ignore[arg-type]
 def _scan(
     trajectory: Trajectory, shaping: Shaping, discounts: Discounts
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(advantages, returns, with scores the sums per sequence [B, SUMS] fp64)."""
+    """Return (advantages, returns, sums per sequence [B, SUMS] fp64 if there are scores)."""
     values = trajectory.token_values
     cu_seqlens = trajectory.cu_seqlens
     check_dtype("values", values)
@@ -568,7 +570,7 @@ def _scan(
     trajectory = dense_record(trajectory)
     score_clip = float("inf") if shaping.score_clip is None else shaping.score_clip
     shaping = dense_record(shaping)._replace(
-        # A name is no value of a kernel, but a compile-time constant of it.
+        # A name is a compile-time constant of a kernel.
         kl_estimator=tl.constexpr(shaping.kl_estimator),
         score_clip=None,
     )
@@ -577,7 +579,7 @@ def _scan(
         "trajectory": trajectory,
         "shaping": shaping,
         "discounts": dense_record(discounts),
-        # fp64, which a number inside a record is not.
+        # In fp64, unlike numbers inside a record.
         "gamma": discounts.gamma,
         "lam": discounts.lam,
         "batch": batch,
@@ -635,16 +637,16 @@ def _moments(sums: Tensor, kl: Tensor | None) -> Tensor:
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
-    """(advantages, returns) as `definition.gae`: one launch, or two for long rows.
+    """`definition.gae`: one launch, or two for long rows.
 
     Args:
-        trajectory: bf16, fp16 or fp32. Strided tensors are copied first.
+        trajectory: bf16, fp16 or fp32. Strided tensors are copied.
 
     Returns:
         fp32, the shape of the values, 0 where masked.
 
     Raises:
-        ValueError: values are fp64 (the torch backend takes them).
+        ValueError: fp64 values, which need the torch backend.
     """
     advantages, returns, _ = _scan(trajectory, _NO_SHAPING, discounts)
     return Gae(advantages, returns)
@@ -653,10 +655,10 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
 def shaped_advantages(
     trajectory: Trajectory, shaping: Shaping, discounts: Discounts
 ) -> ShapedAdvantages:
-    """Shaped rewards, GAE, KL per sequence and moments as `definition.shaped_advantages`.
+    """`definition.shaped_advantages`: two launches.
 
-    Two launches, four for rows longer than a chunk and for packed rows (three if all of them
-    together fit a chunk).
+    Four for rows longer than a chunk and for packed rows; three for packed rows that fit together
+    in one chunk.
     """
     if shaping.kl_estimator not in KL_ESTIMATORS:
         raise ValueError(f"kl_estimator must be k1, k2 or k3, got {shaping.kl_estimator!r}")
@@ -667,7 +669,7 @@ def shaped_advantages(
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(count, Σx, Σx²) over the mask, fp64 [3]. Two launches."""
+    """Return (count, Σx, Σx²) over the mask, fp64 [3]. Two launches."""
     program = programs.TABLE["moments of a tensor"]
     count = triton.cdiv(x.numel(), program.block * program.steps)
     sums = _empty_sums(x, count)
@@ -692,10 +694,7 @@ def whiten(
     shift_mean: bool = True,
     moments: Tensor | None = None,
 ) -> Tensor:
-    """(x − mean)·rsqrt(var + 1e-8) over the mask as `definition.whiten`; 0 where masked.
-
-    One launch with `moments` [3], of the whole global batch; three without.
-    """
+    """`definition.whiten`: one launch with the global batch's `moments` [3], three without."""
     if moments is None:
         moments = whitening_moments(x, mask)
     check_dtype("x", x)

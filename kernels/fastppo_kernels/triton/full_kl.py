@@ -1,27 +1,26 @@
-"""The first sweep for the full KL, which reads the reference's logits beside the policy's.
+"""The first sweep for the full KL, which reads the reference's logits and the policy's.
 
-It carries, beside the policy's sums (`triton_sweeps`), with r_j the reference's shifted scores and
-m' its maximum,
+In addition to the policy's sums (`sweeps`), with r_j the reference's shifted scores and m' its
+maximum, it carries
 
     ref_mass = Σ e^{r_j}               gap = Σ e^{t_j}·(t_j − r_j)
 
-and when the maxima move, every t_j − r_j moves by apart = ((m_old − m_new) − (m'_old − m'_new))·c:
+When the maxima move, every t_j − r_j moves by apart = ((m_old − m_new) − (m'_old − m'_new))·c:
 
     gap ← (gap + apart·mass)·e^shift
 
-Columns that the reference rules out (q = 0) are counted apart in `lost`, whose p-mass makes the KL
-infinite. With γ = gap/S, the KL and the gradient are
+Columns that the reference rules out (q = 0) are summed separately in `lost`; their p-mass makes the
+KL infinite. With γ = gap/S, the KL and the gradient are
 
     KL   = γ − log S + log S_ref
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(t_j − r_j − γ) ) }
 
-At the token, t_y − r_y − γ comes from the sums over the others: the difference has no digits where
-p_y is near 1. Where another column j has nearly all of p, its t_j − r_j − γ is off by some 2⁻²³ of
-|t_j − r_j|, of which the row's largest entry is a (1 − p_j)-th part if the loss depends on the KL
-alone.
+At the token, t_y − r_y − γ is computed from the sums over the others, because the difference has no
+digits for p_y near 1. If another column j has nearly all of p, its t_j − r_j − γ is off by about
+2⁻²³ of |t_j − r_j|, of which the row's largest entry is a (1 − p_j)-th part if the loss depends
+only on the KL.
 
-The kernels are in `triton_loss` and `triton_stats`, beside those of one row; the second sweep, in
-`triton_sweeps`, takes the reference's row as well.
+The kernels are in `loss` and `stats`; the second sweep, in `sweeps`, takes the reference's row too.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ from fastppo_kernels.triton.views import (
 
 
 class _RefSums(NamedTuple):
-    """The running sums that the reference adds to a row's first sweep, one of each per lane."""
+    """The reference's running sums in the first sweep, per lane."""
 
     row_max: Any
     mass: Any
@@ -75,8 +74,8 @@ class _RefSums(NamedTuple):
 
 
 class _RefAnchors(NamedTuple):
-    """What the reference's sums and the gap are relative to in a sweep's whole tiles: the maximum
-    times c·log₂e, and the policy's anchor less it, both rounded."""
+    """The rounded anchors of the reference's sums in whole tiles: its maximum times c·log₂e, and
+    the policy's anchor minus it, for the gap."""
 
     row_max: Any
     apart: Any
@@ -105,8 +104,11 @@ def _fold_ref_whole(
     cut,
     HINT: tl.constexpr,
 ):
-    """One tile inside the row into the reference's sums; `mass` is the policy's before this tile,
-    `values`, `e`, `decay` and `anchor` what `fold_whole` took and gave."""
+    """Add a whole tile to the reference's sums.
+
+    `mass` is the policy's before this tile; `values`, `e`, `decay` and `anchor` are the arguments
+    and results of `fold_whole`.
+    """
     ref_values, _ = load_whole(ref_row.entries, start, softmax, cut, HINT)
     ref_values = by_lanes(ref_values, cut)
     ref_top = max_of_lanes(ref_values)
@@ -124,7 +126,7 @@ def _fold_ref_whole(
 
 @triton.jit
 def _ref_relative_to_maximum(ref_sums, ref_anchors, sums, anchor, scale):
-    """As `relative_to_maximum`; `sums` are the policy's before that."""
+    """`relative_to_maximum` for the reference; `sums` are the policy's before that call."""
     back = tl.exp2(-rounded_away(sums.row_max, anchor, scale))
     ref_mass = ref_sums.mass * tl.exp2(-rounded_away(ref_sums.row_max, ref_anchors.row_max, scale))
     moved_apart = rounded_away(sums.row_max - ref_sums.row_max, ref_anchors.apart, scale)
@@ -135,10 +137,12 @@ def _ref_relative_to_maximum(ref_sums, ref_anchors, sums, anchor, scale):
 
 @triton.jit
 def _moved(sums, ref_sums, new_max, new_ref_max, shift, ref_shift, apart):
-    """Both sums after the maxima rose: t moves by `shift`, r by `ref_shift`, neither above 0, and
-    t − r by `apart`."""
+    """Update both sums after the maxima rose.
+
+    t moves by `shift` and r by `ref_shift`, both ≤ 0, and t − r by `apart`.
+    """
     decay = tl.exp2(shift)
-    # A reference maximum that rises from nothing rules out whatever stood before it.
+    # A reference maximum that rises from nothing rules out all columns before it.
     gone = ref_shift <= LOWEST
     lost = tl.where(gone, ref_sums.lost + sums.mass, ref_sums.lost)
     mass = tl.where(gone, 0.0, sums.mass)
@@ -152,7 +156,7 @@ def _moved(sums, ref_sums, new_max, new_ref_max, shift, ref_shift, apart):
 
 @triton.jit
 def _moved_to(sums, ref_sums, new_max, new_ref_max, scale):
-    """Both sums after the maxima rose."""
+    """Update both sums for new maxima."""
     shift = shifted(sums.row_max, new_max, scale)
     ref_shift = shifted(ref_sums.row_max, new_ref_max, scale)
     apart = gap_between(
@@ -163,7 +167,7 @@ def _moved_to(sums, ref_sums, new_max, new_ref_max, scale):
 
 @triton.jit
 def _fold_part(sums, ref_sums, row, ref_row, start, token, softmax, scale, cut, HINT: tl.constexpr):
-    """One tile into both sums, whatever is in it and however much of it is the row."""
+    """Add a tile with any values, partly outside the row, to both sums."""
     values, _ = load_part(row, start, token, softmax, cut.block, cut, HINT)
     values = by_lanes(values, cut)
     ref_values, _ = load_part(ref_row, start, None, softmax, cut.block, cut, HINT)
@@ -191,7 +195,7 @@ def _fold_part(sums, ref_sums, row, ref_row, start, token, softmax, scale, cut, 
 
 @triton.jit
 def _joined(sums, ref_sums, scale):
-    """The lanes become one."""
+    """Combine the lanes."""
     top = tl.max(sums.row_max, 0)
     ref_top = tl.max(ref_sums.row_max, 0)
     sums, ref_sums = _moved_to(sums, ref_sums, top, ref_top, scale)
@@ -210,7 +214,7 @@ def _joined(sums, ref_sums, scale):
 def row_statistics_beside(
     row, ref_row, x_token, ref_token, token, softmax, scale, cut, HINT: tl.constexpr
 ):
-    """(RowStats, RefStats); as `triton_sweeps.row_statistics`, over two rows."""
+    """Return (RowStats, RefStats): `sweeps.row_statistics` over two rows."""
     token_value, _slope = capped(x_token, softmax)
     scale2 = scale * LOG2_E
     anchor = tl.full([cut.lanes], LOWEST, tl.float32)
@@ -257,7 +261,7 @@ def row_statistics_beside(
             )
         joined, ref_joined = _joined(sums, ref_sums, scale2)
 
-    # The token joins the others. The reference's maximum has seen its column: it does not move.
+    # Add the token. The reference's maximum already includes its column.
     row_max = tl.maximum(joined.row_max, token_value)
     ref_max = ref_joined.row_max
     shift = shifted(joined.row_max, row_max, scale2)
@@ -277,7 +281,7 @@ def row_statistics_beside(
     to_mean = LN_2 / stats.total
     mean_gap = tl.where(lost > 0, float("inf"), gap * to_mean)
     kl = mean_gap - stats.log_sum + ref_log_sum
-    # From the others' sums: apart − γ has no digits where p_y is near 1, and γ near apart.
+    # From the others' sums: apart − γ has no digits for p_y near 1, where γ is near apart.
     token_gap = tl.where(lost > 0, -float("inf"), (apart * others - ref_joined.gap) * to_mean)
     return stats, RefStats(
         kl=kl,

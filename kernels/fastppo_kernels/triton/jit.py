@@ -1,7 +1,7 @@
-"""Functions that the jit kernels of more than one file use: exponentials, scores, estimators.
+"""Jit functions shared by several kernels: exponentials, scores, estimators.
 
-Scores are shifted by a running maximum before they are scaled, so that no offset of a row costs
-digits; the hardware's exponential has base 2.
+Scores are shifted by a running maximum before scaling, so an offset of a row costs no digits. The
+hardware's exponential has base 2.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fastppo_kernels import records
 
 LOWEST = tl.constexpr(records.LOWEST)
 RATIO_LIMIT = tl.constexpr(records.LOG_RATIO_LIMIT)
-# The running maximum's start. Not −inf, whose difference with itself is NaN, and not 0 or LOWEST,
-# which would be above a row that is lower.
+# Start of the running maximum. Not −inf, because −inf − (−inf) is NaN, and not 0 or LOWEST, which
+# may exceed all of a row.
 FIRST_MAX = tl.constexpr(torch.finfo(torch.float32).min)
-# Whole tiles shift by a rounded anchor, whose error, up to 2⁻²⁴ of it, stands in an exponent.
+# Whole tiles shift by a rounded anchor. Its error, up to 2⁻²⁴ relative, enters an exponent.
 WHOLE_LIMIT = tl.constexpr(2.0**30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Read where Triton reads it: when the kernels are decorated."""
+"""Read at decoration, when Triton reads it."""
 
-# tanh is taken of x2 = 2·log₂e·x, which is what the base-2 exponential wants; its odd polynomial's
-# coefficients are scaled likewise.
+# tanh takes x2 = 2·log₂e·x, for the base-2 exponential. The coefficients of its odd polynomial are
+# scaled accordingly.
 TANH_UNIT = tl.constexpr(2 * math.log2(math.e))
 TANH_NEAR = tl.constexpr(0.625 * TANH_UNIT.value)
 TANH_1 = tl.constexpr(1.0 / TANH_UNIT.value**1)
@@ -43,13 +43,13 @@ TANH_11 = tl.constexpr(-0.00610495 / TANH_UNIT.value**11)
 
 @triton.jit
 def fma(x, y, z):
-    """x·y + z, rounded once. NumPy, under Triton's interpreter, has no such operation in fp32."""
+    """x·y + z, rounded once. NumPy, which runs Triton's interpreter, has no fp32 fma."""
     return (x.to(tl.float64) * y + z).to(tl.float32) if INTERPRETED else tl.fma(x, y, z)
 
 
 @triton.jit
 def _exp_excess(x):
-    """e^x − 1 − x. Below ½ the series, where the difference would lose its digits."""
+    """e^x − 1 − x; below ½ by a series, where the difference would lose digits."""
     series = 1 / 362880 * x + 1 / 40320
     series = series * x + 1 / 5040
     series = series * x + 1 / 720
@@ -67,7 +67,7 @@ def expm1(x):
 
 @triton.jit
 def log1p_below_one(x):
-    """log(1 + x) for 0 ≤ x ≤ 1, as 2·artanh(s) with s = x/(2 + x) ≤ ⅓: relative accuracy at 0."""
+    """log(1 + x) for 0 ≤ x ≤ 1, as 2·artanh(s) with s = x/(2 + x) ≤ ⅓: accurate near 0."""
     s = x / (2 + x)
     u = s * s
     series = 1 / 15 * u + 1 / 13
@@ -81,11 +81,11 @@ def log1p_below_one(x):
 
 @triton.jit
 def _tanh(x2):
-    """(tanh x, its slope) of x2 = 2·log₂e·x. From e^{−2|x|}, near 0 from an odd polynomial.
+    """Return (tanh x, its slope) for x2 = 2·log₂e·x, from e^{−2|x|} or an odd polynomial near 0.
 
     The polynomial is the least-squares fit of (tanh(x)/x − 1)/x² on Chebyshev points of x² in
-    [0, 0.625²]; its relative error is below 2e-8. The square of a reciprocal root stands in for a
-    reciprocal: one instruction where a division is eight.
+    [0, 0.625²]; its relative error is below 2e-8. The square of a reciprocal root replaces a
+    reciprocal: one instruction, against eight for a division.
     """
     e = tl.exp2(-tl.abs(x2))
     root = tl.rsqrt(1 + e)
@@ -98,21 +98,21 @@ def _tanh(x2):
     series = fma(series, u, TANH_3)
     series = fma(series, u, TANH_1)
     near = x2 * series
-    # 1 − tanh² in a form that keeps its digits where the cap is reached.
+    # 1 − tanh² in a form that keeps its digits near the cap.
     slope = 4 * share * (root * root)
     return tl.where(tl.abs(x2) < TANH_NEAR, near, tl.where(x2 < 0, -far, far)), slope
 
 
 @triton.jit
 def between(x, low, high):
-    """x clamped; NaN stays NaN, so that a broken operand shows in the loss and its gradient."""
+    """Clamp x; NaN stays NaN, so that it shows in the loss and its gradient."""
     x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def sampled_kl(difference, ESTIMATOR: tl.constexpr):
-    """(estimate, derivative with respect to the logprob) from d = logprob − ref_logprob."""
+    """Return (estimate, derivative by the logprob) for d = logprob − ref_logprob."""
     if ESTIMATOR == "k1":
         return difference, tl.where(difference == difference, 1.0, difference)
     elif ESTIMATOR == "k2":
@@ -127,11 +127,10 @@ def sampled_kl(difference, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
-    """The derivative of ratio·KL with respect to the logprob, divided by the ratio, where the ratio
-    moves: KL + slope.
+    """The derivative of ratio·KL by the logprob, divided by the ratio: KL + slope.
 
-    Of k3 that is d, which the sum of e^{−d} − 1 + d and 1 − e^{−d} has no digits of where d is far
-    below 0.
+    For k3 that is d. The sum of e^{−d} − 1 + d and 1 − e^{−d} has no digits of it for d far below
+    0.
     """
     if ESTIMATOR == "k3":
         return tl.where(tl.abs(difference) > RATIO_LIMIT, kl + slope, difference)
@@ -139,13 +138,12 @@ def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
         return kl + slope
 
 
-# ------------------------------------------------------------------------------- scores of a row
+# ------------------------------------------------------------------------------------- row scores
 
 
 @triton.jit
 def capped(x, softmax):
-    """(score, slope dz/dx/logit_scale): the scores that are shifted and scaled by `row_scale`; with
-    a soft-cap in units of it."""
+    """Return (score before `row_scale`, in units of a soft-cap; slope dz/dx/logit_scale)."""
     if softmax.softcap is None:
         return x, 1.0
     else:
@@ -154,7 +152,7 @@ def capped(x, softmax):
 
 @triton.jit
 def row_scale(rows, softmax):
-    """(factor of the shifted scores, dx/dt): the scale goes in after the shift, or in the cap."""
+    """Return (factor of the shifted scores, dt/dx). The cap contains the logit scale."""
     inverse = 1.0 / softmax.temperature
     if softmax.temperatures is not None:
         inverse = 1.0 / tl.load(softmax.temperatures + rows)
@@ -167,14 +165,16 @@ def row_scale(rows, softmax):
 
 @triton.jit
 def shifted(values, maximum, scale):
-    """(values − maximum)·scale, −inf (and the padding) at LOWEST; NaN stays NaN."""
+    """(values − maximum)·scale, with −inf and padding at LOWEST; NaN stays NaN."""
     return tl.maximum((values - maximum) * scale, LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def gap_between(values, ref_values, t, r, row_max, ref_max, scale):
-    """t − r. Near the reference from the difference of the scores themselves, which is exact where
-    that of the two shifted and scaled ones is not; far from it both differences are rounded, each
-    by up to 2⁻²⁴ of itself. Ruled-out columns keep their stand-ins."""
+    """t − r, computed from the scores' own difference.
+
+    Close to the reference that difference is exact, while the shifted and scaled scores are rounded
+    by up to 2⁻²⁴ each. Ruled-out columns keep their replacements.
+    """
     near = ((values - ref_values) - (row_max - ref_max)) * scale
     return tl.where((t <= LOWEST) | (r <= LOWEST), t - r, near)

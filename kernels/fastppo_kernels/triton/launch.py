@@ -1,4 +1,4 @@
-"""What the launchers share: target, device and its limits, operands as kernels take them."""
+"""Helpers of the launchers: the target, the device's limits, and operands in the kernels' form."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Target(NamedTuple):
-    """What Triton compiles for: cuda or hip, and how many threads execute as one: 32 on NVIDIA's
-    GPUs, 64 on AMD's of the CDNA generations."""
+    """Triton's target: "cuda" or "hip", and the threads per warp (64 on AMD's CDNA GPUs)."""
 
     backend: str
     warp_size: int
@@ -27,7 +26,7 @@ class Target(NamedTuple):
 
 @functools.lru_cache
 def target() -> Target:
-    """The GPUs' of this process; under the interpreter, made up."""
+    """Return the target of this process; a placeholder under the interpreter."""
     if INTERPRETED.value:
         return Target("cuda", 32)
     active = triton.runtime.driver.active.get_current_target()
@@ -35,14 +34,15 @@ def target() -> Target:
 
 
 def register_limit(registers: int) -> dict[str, int]:
-    """The option of a launch that names a thread's registers to ptxas. AMD's compiler has none: it
-    derives them from the size of the program."""
+    """Return the launch option that fixes the registers per thread.
+
+    AMD's compiler has none: it derives them from the size of the program.
+    """
     return {} if target().backend == "hip" else {"maxnreg": registers}
 
 
 def launch_options(program: Program, *, fp_fusion: bool) -> dict[str, Any]:
-    """The keywords of a launch. `fp_fusion`: the compiler may make one instruction of a product and
-    the sum that takes it."""
+    """Return the keywords of a launch. `fp_fusion`: contract multiply and add."""
     options: dict[str, Any] = {"num_warps": program.num_warps, "enable_fp_fusion": fp_fusion}
     if program.registers is not None:
         options |= register_limit(program.registers)
@@ -51,7 +51,7 @@ def launch_options(program: Program, *, fp_fusion: bool) -> dict[str, Any]:
 
 @functools.lru_cache
 def device_limits(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, bytes of the second-level cache); under the interpreter, made up."""
+    """Return (multiprocessors, bytes of the L2 cache); placeholders under the interpreter."""
     if device.type != "cuda":
         return 1, 2**20
     properties = torch.cuda.get_device_properties(device)
@@ -59,18 +59,18 @@ def device_limits(device: torch.device) -> tuple[int, int]:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Make the tensors' device current, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def check_dtype(name: str, x: Tensor) -> None:
-    """Refuses fp64 and integers: the kernels compute in fp32."""
+    """Check for a 16-bit or fp32 float: the kernels compute in fp32."""
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """Contiguous, and bool as bytes: strides (0 after `expand`) are not worth an argument."""
+    """Make a tensor contiguous, and view bool as bytes, so that kernels need no strides."""
     if x is None:
         return None
     x = x.contiguous()
@@ -78,5 +78,5 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def dense_record(record: Any) -> Any:
-    """The record with each of its tensors `dense`."""
+    """Apply `dense` to each tensor of a record."""
     return map_tensors(dense, record)

@@ -1,15 +1,13 @@
-"""PPO's loss from logits and its gradient, each row read from memory once.
+"""PPO's loss from logits and its gradient: each row is read from memory once.
 
-`definition.ppo_loss`, under the same name. A program takes whole rows, one after the other: the
-first sweep (`triton_sweeps.row_statistics`), the token's loss (`triton_token_loss`), and the second
-sweep, which writes the gradient while the end of the row is still in the caches.
+The operation is `definition.ppo_loss`. A program takes whole rows, one after the other: the first
+sweep (`sweeps.row_statistics`), the token's loss (`token_loss`), and the second sweep, which writes
+the gradient while the end of the row is still in the caches.
 
-Rows of weight 0 are not read at all; rows whose derivatives are all exactly zero (clipped, no
-entropy or KL term) are not read twice. Sums for the metrics are written per row and added in a
-fixed order by a second kernel: the same bits every run, on any number of programs.
-
-Nothing here differentiates, aggregates or chooses a backend; tokens outside the vocabulary give NaN
-and no stray read. fp64 logits have no kernel.
+Rows of weight 0 are not read. Rows with zero derivatives (clipped, without entropy or KL terms) are
+not read twice. Sums for the metrics are written per row and added in a fixed order by a second
+kernel, so every run gives the same bits on any number of programs. Tokens outside the vocabulary
+give NaN and no stray read. There is no kernel for fp64.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def _finish_row(
     ref_row=None,
     ref_stats=None,
 ):
-    """What follows a row's first sweep: the token's loss, and the second sweep."""
+    """The token's loss and the second sweep of a row."""
     full_kl = None if ref_stats is None else ref_stats.kl
     kl, g, shares = token_loss(index, stats, full_kl, weight, per_token, objective)
     store_token(results, index, n, stats, kl, shares)
@@ -100,7 +98,7 @@ def _finish_row(
 
 @triton.jit
 def _leave_out(index, grad, results, n, vocab, cut):
-    """A row of weight 0."""
+    """Write zeros for a row of weight 0."""
     store_nothing(results, index, n)
     if grad is not None:
         write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
@@ -108,13 +106,13 @@ def _leave_out(index, grad, results, n, vocab, cut):
 
 @triton.jit(do_not_specialize=["n"])
 def _ppo_loss_kernel(logits, grad, per_token, objective, softmax, results, n, vocab, cut):
-    """Rows program_id, program_id + num_programs, …; absent operands are None and cost nothing.
+    """Process rows program_id, program_id + num_programs, …
 
-    `grad` is there when a gradient is wanted.
+    Operands that are None cost nothing. `grad` is None if no gradient is needed.
     """
-    # Held for the second sweep, or evicted at once.
+    # Keep the row for the second sweep, or evict it at once.
     HINT: tl.constexpr = "evict_first" if grad is None else "evict_last"
-    # What is the same for all rows is formed anew for each: held, it would cost registers.
+    # No loop-invariant code motion: keeping values of all rows would cost registers.
     for index in tl.range(tl.program_id(0), n, tl.num_programs(0), disable_licm=True):
         weight = tl.load(per_token.weights + index).to(tl.float32)
         if weight != 0:
@@ -150,7 +148,7 @@ def _ppo_loss_kernel(logits, grad, per_token, objective, softmax, results, n, vo
 def _ppo_loss_full_kl_kernel(
     logits, ref_logits, grad, per_token, objective, softmax, results, n, vocab, cut
 ):
-    """As `_ppo_loss_kernel`, with the reference's logits beside the policy's."""
+    """`_ppo_loss_kernel` with the reference's logits."""
     HINT: tl.constexpr = "evict_first" if grad is None else "evict_last"
     for index in tl.range(tl.program_id(0), n, tl.num_programs(0), disable_licm=True):
         weight = tl.load(per_token.weights + index).to(tl.float32)
@@ -191,7 +189,7 @@ def _ppo_loss_full_kl_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _add_sums_kernel(row_sums, sums, n, BLOCK_N: tl.constexpr):
-    """Program k adds (that of the maximum: maximises) row k of [len(SUMS), N], in one order."""
+    """Add row k of [len(SUMS), N] in program k, or take its maximum, in a fixed order."""
     entry = tl.program_id(0)
     row_sums += entry * n.to(tl.int64)
     takes_max = entry == MAX_ENTRY
@@ -201,7 +199,7 @@ def _add_sums_kernel(row_sums, sums, n, BLOCK_N: tl.constexpr):
         x = tl.load(row_sums + index, index < n, other=0.0)
         largest = tl.maximum(joined, x, propagate_nan=tl.PropagateNan.ALL)
         joined = tl.where(takes_max, largest, joined + x)
-    # A reduction by max passes NaN over.
+    # A reduction by max ignores NaN.
     total = tl.sum(joined, 0)
     largest = tl.where(total == total, tl.max(joined, 0), total)
     tl.store(sums + entry, tl.where(takes_max, largest, total))
@@ -217,11 +215,11 @@ def ppo_loss(
     need_grad: bool = True,
     inplace: bool = False,
 ) -> PPORows:
-    """`definition.ppo_loss`, one read and (with `need_grad`) one write of the logits.
+    """`definition.ppo_loss` with one read and, if `need_grad`, one write of the logits.
 
     Args:
         logits: [N, V] or [B, T, V], bf16, fp16 or fp32, any strides, dense last axis.
-        ref_logits: as `logits`; read for `kl_estimator="full"` alone.
+        ref_logits: like `logits`; read only for `kl_estimator="full"`.
         inplace: write the gradient over the logits, whose rows must not overlap.
 
     Returns:
@@ -242,7 +240,7 @@ def ppo_loss(
     row_sums = logits.new_empty((len(SUMS), n), dtype=torch.float32)
     sums = logits.new_empty(len(SUMS), dtype=torch.float32)
     launch = launch_over(logits, softmax, ref_logits, grad, sweeps=1 if grad is None else 2)
-    # Names are no values of a kernel, but compile-time constants of it.
+    # Names are compile-time constants of a kernel.
     objective = objective._replace(
         kl_estimator=tl.constexpr(objective.kl_estimator),
         kl_ratio_weighted=tl.constexpr(objective.kl_ratio_weighted),

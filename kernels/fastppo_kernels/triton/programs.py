@@ -1,8 +1,8 @@
-"""How large the programs of the Triton kernels are: one table, looked up when a kernel is launched.
+"""The sizes of the Triton kernels' programs, in one table that the launchers read.
 
-`source` says what a row was chosen by: "counts" of instructions, registers and bytes in flight
+`source` is the basis of a row: "counts" of instructions, registers and bytes in flight
 (kernels/NOTES.md), or the GPU on which `python -m benchmarks tune` measured it. That command prints
-rows for this table, and with --write puts them here.
+rows for this table, and with `--write` replaces them.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import NamedTuple
 
 
 class Program(NamedTuple):
-    """The size of a kernel's programs. What a kernel does not use is left at its default."""
+    """The size of a kernel's programs. Unused fields have their default."""
 
     num_warps: int
     loads: int = 1
-    """Loads of 16 bytes that a thread issues before it needs the first."""
+    """16-byte loads that a thread issues before it needs the first."""
     block: int = 0
-    """Elements that it takes at once."""
+    """Elements processed at once."""
     steps: int = 1
-    """Blocks that it takes one after the other."""
+    """Blocks processed one after the other."""
     resident: int | None = None
-    """How many of them a multiprocessor gets, where each has more than one row or block to take."""
+    """Programs per multiprocessor, if each has several rows or blocks."""
     registers: int | None = None
-    """Registers of a thread, named to ptxas; left to itself, it takes 64 to 212 of them in the row
-    kernels, and sometimes spills to get below a limit of its own."""
+    """Registers per thread, passed to ptxas. On its own it uses 64 to 212 in the row kernels, and
+    sometimes spills to stay below a limit of its own."""
     source: str = "counts"
 
 
-# Rows of logits: those in flight should fit in the second-level cache, and the loads should cover
-# the memory's latency. A long row has a multiprocessor to itself. Shorter ones, and rows that are
-# read but once, share it: while one program waits, at the end of its row above all, another works.
+# Rows of logits: the rows in flight should fit in the L2 cache, and the loads should cover the
+# memory's latency. A long row has a multiprocessor to itself. Shorter rows, and rows that are read
+# only once, share it: while one program waits, mostly at the end of its row, another works.
 #
 # The scan's program is one warp, which waits for no other. Its block and steps decide the order of
 # the sums: rows of up to 8192 tokens are read once, and longer ones have 16 programs per 131072
-# tokens. 160 registers are 12 programs on a multiprocessor, where rows lie off 16 bytes; else the
-# kernels need fewer, and without a limit some versions of ptxas spill one or two.
+# tokens. 160 registers give 12 programs per multiprocessor for rows that are not 16-byte aligned;
+# other rows need fewer, and without a limit some versions of ptxas spill one or two.
 #
-# Whitening takes 4 tokens a thread at once, fp32 or mask, so that their layouts are one, and 32 in
-# all, which share what a thread forms of the moments.
+# Whitening takes 4 tokens per thread at once, so that fp32 and mask have the same layout, and 32 in
+# total, which share the work on the moments.
 TABLE = {
     "rows to 16 KiB, read twice": Program(4, loads=2, registers=128, source="counts"),
     "rows to 128 KiB, read twice": Program(8, loads=4, registers=128, source="counts"),
@@ -56,7 +56,7 @@ TABLE = {
 
 
 def of_rows(row_bytes: int, *, sweeps: int) -> Program:
-    """For rows of logits that are read in so many sweeps."""
+    """Return the program for rows of logits read in `sweeps` sweeps."""
     if row_bytes <= 2**14:
         length = "rows to 16 KiB"
     elif row_bytes <= 2**17 and sweeps > 1:

@@ -1,12 +1,12 @@
-"""The Triton backend on rows of logits, under the names of the definition.
+"""The Triton backend's functions of rows of logits, under the names of the definition.
 
-triton_views        rows of logits in a kernel, their tiles, what a launch decides
-triton_sweeps       the two sweeps over a row: statistics, gradient
-triton_token_loss   the loss of one token
-triton_full_kl      the first sweep over a row and the reference's beside it
-triton_loss         the kernels and the launcher of the loss
-triton_stats        of the statistics, and of their backward pass
-triton_scale        a gradient times the factor that arrives in the backward pass
+views        rows of logits in a kernel, their tiles, and a launch's decisions
+sweeps       the two sweeps over a row: statistics, gradient
+token_loss   the loss of one token
+full_kl      the first sweep over a row and its reference
+loss         kernels and launcher of the loss
+stats        kernels and launchers of the statistics and their backward pass
+scale        scales a gradient in the backward pass
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastppo_kernels.triton.scale import scale_
 from fastppo_kernels.triton.stats import token_stats, token_stats_backward
 
 READS_VALUES = False
-"""The host looks at no value: the launchers can be captured in a CUDA graph."""
+"""The host reads no values, so the launchers can be captured in a CUDA graph."""
 
 __all__ = [
     "READS_VALUES",

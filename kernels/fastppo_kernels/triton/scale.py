@@ -1,7 +1,7 @@
-"""x ← x·factor in place, which costs nothing where the factor is 1.
+"""x ← x·factor in place, for free if the factor is 1.
 
-The loss's gradient is formed in its forward pass; the backward pass multiplies it by what arrives,
-which is 1 in most training.
+The loss's gradient is computed in the forward pass. The backward pass multiplies it by the incoming
+gradient, which is usually 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastppo_kernels.triton.views import row_start, view_of
 
 @triton.jit(do_not_specialize=["rows"])
 def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
-    """x ← x·factor. A factor of 1 is seen on the device: one load per program and no more."""
+    """x ← x·factor. A factor of 1, checked on the device, costs one load per program."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         tiles = tl.cdiv(columns, BLOCK_V)
@@ -33,8 +33,7 @@ def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """x ← x·factor in place, for a 0-d fp32 factor on the device of x; returns x.
 
-    Where the factor is 1, nothing is read or written and nobody waits to find that out: a gradient
-    that the forward pass has formed goes on as it is. The product is formed in fp32.
+    A factor of 1 reads and writes nothing, without synchronisation. The product is in fp32.
 
     Args:
         x: contiguous, or [N, V] or [B, T, V] with a dense last axis; bf16, fp16 or fp32.

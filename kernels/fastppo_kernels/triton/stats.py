@@ -1,7 +1,7 @@
-"""Statistics of rows of logits, and the logits' gradient from theirs: one read each.
+"""Statistics of rows of logits, and the gradient of the logits from theirs, with one read each.
 
-`definition.token_stats` and its backward pass: the two sweeps of `triton_sweeps` by themselves.
-What the second one needs of the first, it finds in the StatsRows.
+The operations are `definition.token_stats` and its backward pass: the two sweeps of `sweeps`, run
+separately. The StatsRows carry the state from the first to the second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fastppo_kernels.triton.views import (
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
-    """The first sweep, to the StatsRows `results`."""
+    """Write the results of the first sweep to the StatsRows `results`."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         token = tl.load(tokens + index)
         x_token = logit_at(logits, index, token, vocab)
@@ -50,7 +50,7 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n, vocab, cut):
-    """As `_token_stats_kernel`, with the reference's logits beside the policy's."""
+    """`_token_stats_kernel` with the reference's logits."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         token = tl.load(tokens + index)
         ref_token = logit_at(ref_logits, index, token, vocab)
@@ -69,7 +69,7 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
 
 @triton.jit
 def _load_gradients(grads, index):
-    """A row of StatsGradients; one that is None is 0."""
+    """Load a row of StatsGradients; None is 0."""
     g_entropy = 0.0
     if grads.entropy is not None:
         g_entropy = tl.load(grads.entropy + index).to(tl.float32)
@@ -81,8 +81,11 @@ def _load_gradients(grads, index):
 
 @triton.jit
 def _load_stats(saved, index, scale, CLAMPED: tl.constexpr):
-    """What the second sweep needs of a row's StatsRows. Nothing tells of −inf among the logits: a
-    row counts as plain only where the sweep clamps its whole tiles."""
+    """Load the RowStats of the second sweep from a row of the StatsRows.
+
+    They do not record −inf among the logits, so a row counts as plain only if the sweep clamps its
+    whole tiles.
+    """
     normalizer = pair_of(saved.normalizer, index)
     row_max = tl.load(normalizer)
     log_sum = tl.load(normalizer + 1)
@@ -118,8 +121,7 @@ def _load_ref_stats(saved, index):
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
-    """The second sweep from the StatsRows `saved` and the StatsGradients `grads`, of which the
-    KL's is not looked at."""
+    """Run the second sweep from the StatsRows `saved` and the StatsGradients `grads` without KL."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         g = _load_gradients(grads, index)
         if (g.logprobs == 0) & (g.entropy == 0):
@@ -147,7 +149,7 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
 def _token_stats_backward_full_kl_kernel(
     logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab, cut
 ):
-    """As `_token_stats_backward_kernel`, with the reference's logits beside the policy's."""
+    """`_token_stats_backward_kernel` with the reference's logits."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         g = _load_gradients(grads, index)
         if (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0):
@@ -176,7 +178,7 @@ def _token_stats_backward_full_kl_kernel(
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
-    """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
+    """`definition.token_stats` with one read of the logits, for bf16, fp16 and fp32."""
     check_dtype("logits", logits)
     n = logits.shape[:-1].numel()
 
@@ -222,7 +224,7 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of `token_stats`: one write, and one read of the rows with a gradient."""
+    """The gradient of `token_stats`, with one write and one read of the rows with a gradient."""
     check_dtype("logits", logits)
     if grads.kl is None:
         ref_logits = None

@@ -1,34 +1,32 @@
-"""The two sweeps over a row of logits: its softmax's statistics, then its gradient.
+"""The two sweeps over a row of logits: the statistics of its softmax, then its gradient.
 
-The first sweep carries, per lane, for the shifted scores t_j = (z_j − m)·c with c = 1/T and the
-running maximum m,
+For the shifted scores t_j = (z_j − m)·c, with c = 1/T and the running maximum m, the first sweep
+carries per lane
 
     mass   = Σ e^{t_j}                 moment = Σ e^{t_j}·t_j
 
-and when the maximum moves, every t_j moves by shift = (m_old − m_new)·c ≤ 0:
+When the maximum moves, every t_j moves by shift = (m_old − m_new)·c ≤ 0:
 
     mass ← mass·e^shift                moment ← (moment + shift·mass)·e^shift
 
-so no sum ever holds z itself, and an offset of the row costs no digits. With S = Σ e^t (the token
-included) and μ = moment/S,
+No sum contains z itself, so an offset of the row costs no digits. With S = Σ e^t (including the
+token) and μ = moment/S,
 
     logprob = t_y − log S              entropy = log S − μ
 
-The gradient is written in the formulas' cancelled form, where log S does not occur:
+The gradient is computed in a form without log S,
 
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) ) }
 
-and the token's column is left out of the sums and added after them as a scalar. Both matter in
-peaked rows: 1 − p_y is then a sum of small terms, not the difference of two numbers near 1, and the
-gradient keeps its relative accuracy however sure the policy is.
+and the token's column is left out of the sums and added at the end. Both matter in peaked rows:
+1 − p_y is then a sum of small terms instead of the difference of two numbers near 1, and the
+gradient keeps its relative accuracy however confident the policy is.
 
-The second sweep writes the gradient. It runs backwards over the row, because the end of the row is
-what the caches hold.
+The second sweep writes the gradient. It runs backwards, because the caches hold the end of the row.
 
-Whole tiles have a loop of their own in each sweep, in which nothing is clamped or masked and the
-scores are scaled and shifted in one instruction; what the whole tiles leave, and every row that has
-−inf or NaN in it, goes through the careful loop. The first sweep over a row and the reference's is
-in `triton_full_kl`; the second one takes both.
+Each sweep has a separate loop for whole tiles, without clamps or masks, in which one instruction
+scales and shifts. The remainder, and rows with −inf or NaN, take a careful loop. The first sweep
+with a reference is in `full_kl`; the second handles both.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ from fastppo_kernels.triton.views import (
 
 
 class LaneSums(NamedTuple):
-    """The running sums of a row's first sweep, one of each per lane."""
+    """The running sums of the first sweep, per lane."""
 
     row_max: Any
     mass: Any
@@ -68,7 +66,7 @@ class LaneSums(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What a row's first sweep leaves, in nats."""
+    """The results of the first sweep, in nats."""
 
     logprob: Any
     entropy: Any
@@ -77,11 +75,11 @@ class RowStats(NamedTuple):
     total: Any  # S
     mean_shifted: Any  # μ
     others: Any  # (S − e^{t_y})/S
-    plain: Any  # no −inf, no NaN: the sums need no clamp
+    plain: Any  # neither −inf nor NaN: no clamp is needed
 
 
 class RefStats(NamedTuple):
-    """What a row's first sweep leaves of the reference (`triton_full_kl`), in nats."""
+    """The reference's results of the first sweep (`full_kl`), in nats."""
 
     kl: Any
     mean_gap: Any  # γ
@@ -91,10 +89,10 @@ class RefStats(NamedTuple):
     total: Any  # S_ref
 
 
-# ------------------------------------------------------------------------- tiles into lanes' sums
+# --------------------------------------------------------------------------------- sums over tiles
 
-# A tile is seen as [block/(lanes·vector), lanes, vector], which is how its vectors lie in the
-# threads: a lane is a thread, and the loops need no word between threads.
+# A tile has the shape [block/(lanes·vector), lanes, vector], as its vectors lie in the threads: a
+# lane is a thread, and the loops need no communication between threads.
 
 
 @triton.jit
@@ -110,13 +108,13 @@ def max_of_lanes(x):
 
 @triton.jit
 def sum_of_lanes(x):
-    """Inside each thread: [vectors, lanes, vector] to [lanes]."""
+    """Sum within each thread: [vectors, lanes, vector] to [lanes]."""
     return tl.sum(tl.sum(x, 2), 0)
 
 
 @triton.jit
 def dot_of_lanes(x, y):
-    """Σ x·y inside each thread, most of it in multiply-adds, which a sum of products is not."""
+    """Σ x·y within each thread, mostly in multiply-adds, unlike a sum of products."""
     if x.shape[2] % 4 == 0:
         SHAPE: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 4, 2, 2)
         x_even, x_odd = tl.split(tl.reshape(x, SHAPE))
@@ -139,7 +137,7 @@ def no_sums(cut):
 
 @triton.jit
 def load_policy_tile(row, start, token, softmax, cut, HINT: tl.constexpr):
-    """The scores of a tile inside the row, by lanes, without the token's."""
+    """Load the scores of a whole tile, by lanes, without the token's."""
     values, _ = load_whole(row.entries, start, softmax, cut, HINT)
     if (token >= start) & (token < start + cut.block):
         values = tl.where(tl.arange(0, cut.block) == token - start, LOWEST, values)
@@ -148,10 +146,10 @@ def load_policy_tile(row, start, token, softmax, cut, HINT: tl.constexpr):
 
 @triton.jit
 def fold_whole(sums, anchor, values, scale):
-    """(sums, anchor, e^t, decay of what was summed before) with one tile inside the row added.
+    """Add a whole tile; return (sums, anchor, e^t, decay of the earlier sums).
 
-    The sums are relative to `anchor`, the maximum times c·log₂e, rounded: t = fma(z, c·log₂e,
-    −anchor) is one instruction and one rounding. Nothing is clamped: −inf makes the sums NaN.
+    The sums are relative to `anchor`, the rounded maximum times c·log₂e: t = fma(z, c·log₂e,
+    −anchor) is one instruction with one rounding. Nothing is clamped: −inf makes the sums NaN.
     """
     top = max_of_lanes(values)
     new_anchor = tl.maximum(anchor, top * scale)
@@ -166,14 +164,13 @@ def fold_whole(sums, anchor, values, scale):
 
 @triton.jit
 def rounded_away(maximum, anchor, scale):
-    """maximum·scale − anchor, 0 where no column has been seen."""
+    """maximum·scale − anchor, 0 before the first column."""
     return tl.where(tl.abs(maximum) < -LOWEST, fma(maximum, scale, -anchor), 0.0)
 
 
 @triton.jit
 def relative_to_maximum(sums, anchor, scale):
-    """The sums relative to the maxima themselves: what was rounded away in the anchor is known to
-    the last bit."""
+    """Make the sums relative to the exact maxima: the anchor's rounding error is known exactly."""
     residual = rounded_away(sums.row_max, anchor, scale)
     back = tl.exp2(-residual)
     return LaneSums(sums.row_max, sums.mass * back, (sums.moment - residual * sums.mass) * back)
@@ -181,7 +178,7 @@ def relative_to_maximum(sums, anchor, scale):
 
 @triton.jit
 def moved(sums, new_max, scale):
-    """The sums after the maximum rose to `new_max`."""
+    """Update the sums for a new maximum."""
     shift = shifted(sums.row_max, new_max, scale)
     decay = tl.exp2(shift)
     moment = (sums.moment + shift * sums.mass) * decay
@@ -190,32 +187,31 @@ def moved(sums, new_max, scale):
 
 @triton.jit
 def _fold_part(sums, row, start, token, softmax, scale, cut, HINT: tl.constexpr):
-    """One tile into the sums of the lanes, whatever is in it and however much of it is the row."""
+    """Add a tile with any values, partly outside the row."""
     values, _ = load_part(row, start, token, softmax, cut.block, cut, HINT)
     values = by_lanes(values, cut)
     new_max = tl.maximum(sums.row_max, max_of_lanes(values))
     t = shifted(values, new_max[None, :, None], scale)
     e = tl.exp2(t)
     sums = moved(sums, new_max, scale)
-    # In this order: with the mass first, ptxas spills rows off 16 bytes on sm_90.
+    # In this order: with the mass first, ptxas spills for unaligned rows on sm_90.
     moment = sums.moment + sum_of_lanes(e * t)
     return LaneSums(sums.row_max, sums.mass + sum_of_lanes(e), moment)
 
 
 @triton.jit
 def sum_across_lanes(x):
-    """Σ x, the same bits in every thread.
+    """Σ x with the same bits in every thread.
 
-    Where x is a product, the compiler makes one instruction of it and the addition that takes it:
-    lane i would add its own product, not rounded, to the rounded one of lane i ⊕ 16. The 0 is what
-    it adds instead.
+    If x is a product, the compiler contracts it with the addition, and lane i would add its own
+    unrounded product to the rounded one of lane i ⊕ 16. Adding 0 takes the contraction instead.
     """
     return tl.sum(x + 0.0, 0)
 
 
 @triton.jit
 def _joined(sums, scale):
-    """The lanes become one."""
+    """Combine the lanes."""
     sums = moved(sums, tl.max(sums.row_max, 0), scale)
     return LaneSums(sums.row_max, sum_across_lanes(sums.mass), sum_across_lanes(sums.moment))
 
@@ -225,19 +221,19 @@ def _joined(sums, scale):
 
 @triton.jit
 def is_plain(moment, row_max, scale):
-    """Whether the sums of whole tiles hold: no column was −inf, NaN, or so low that it may be one,
-    and the maximum is not too far from 0. `moment` is joined, or the reference's `gap`."""
+    """Whether the sums of whole tiles are valid: no −inf, NaN or extremely low column, and a
+    maximum not too far from 0. `moment` is combined over lanes, or the reference's `gap`."""
     return (tl.abs(moment) < -LOWEST) & (tl.abs(row_max * scale) < WHOLE_LIMIT)
 
 
 @triton.jit
 def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr):
-    """RowStats of a row whose token stands at place `token` and has the logit `x_token`."""
+    """Return the RowStats of a row with its token at place `token` and the logit `x_token`."""
     token_value, _slope = capped(x_token, softmax)
     scale2 = scale * LOG2_E
     anchor = tl.full([cut.lanes], LOWEST, tl.float32)
     sums = no_sums(cut)
-    # A part is a whole tile here: of another shape, the lanes would change their layout.
+    # A part is a whole tile here: another shape would change the layout of the lanes.
     first = cut.block if cut.phased else 0
     covered = places_in_whole_tiles(row.end, cut.block, cut)
     for start in range(first, covered + first, cut.block):
@@ -260,17 +256,17 @@ def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr)
 
 @triton.jit
 def with_token(row_max, others, moment, token_value, scale, plain):
-    """RowStats from the sums over all columns but the token's, the maximum that of all columns."""
+    """Add the token to the sums of the others, relative to the row's maximum; return RowStats."""
     scale2 = scale * LOG2_E
     t_token2 = shifted(token_value, row_max, scale2)
     e_token = tl.exp2(t_token2)
     moment += e_token * t_token2
     total = others + e_token
     mean_shifted = moment * LN_2 / total
-    # A row of −inf alone is no distribution.
+    # A row of −inf only is not a distribution.
     log_total = tl.where(total > 0, tl.log(total), float("nan"))
     t_token = shifted(token_value, row_max, scale)
-    # Above ½ from the others' share, which keeps digits that log S near 0 does not have.
+    # For p_y > ½ from the others' share, which keeps digits that log S near 0 lacks.
     likely = e_token > others
     logprob = tl.where(
         likely, -log1p_below_one(others / tl.where(likely, e_token, 1.0)), t_token - log_total
@@ -290,11 +286,11 @@ def with_token(row_max, others, moment, token_value, scale, plain):
 
 @triton.jit
 def defined_maximum(row, row_max, total, softmax, cut):
-    """The definition's maximum of a row whose Σ e^t is `total`: the running one begins at a number
-    and passes NaN over."""
+    """Return the maximum as the definition has it: −inf for a row of −inf only (`total` 0), and NaN
+    for a row with NaN, which the running maximum ignores."""
     row_max = tl.where(total == 0, -float("inf"), row_max)
     if total != total:
-        # There is NaN or +inf, or both: with +inf alone the maximum stands.
+        # NaN, +inf or both; for +inf alone the maximum is correct.
         nans = tl.zeros([cut.block], tl.int32)
         for start in range(0, row.end, cut.block):
             values, _ = load_part(row, start, None, softmax, cut.block, cut, "evict_first")
@@ -305,8 +301,7 @@ def defined_maximum(row, row_max, total, softmax, cut):
 
 @triton.jit
 def store_stats(results, index, stats, row_max, ref_stats=None, ref_max=0.0):
-    """A row of the StatsRows `results`, the maxima as defined; what belongs to the reference is 0
-    without one."""
+    """Store a row of the StatsRows; the reference's entries are 0 without one."""
     tl.store(results.logprobs + index, stats.logprob)
     tl.store(results.entropy + index, stats.entropy)
     tl.store(results.p_others + index, stats.others)
@@ -333,7 +328,7 @@ def store_stats(results, index, stats, row_max, ref_stats=None, ref_max=0.0):
 
 @triton.jit
 def pair_of(normalizers, index):
-    """Where a row's two numbers are in [N, 2]; 2·index may not fit 32 bits, a pointer does."""
+    """Return the pointer to a row of [N, 2]; 2·index could overflow 32 bits."""
     return normalizers + index + index
 
 
@@ -342,7 +337,7 @@ def pair_of(normalizers, index):
 
 @triton.jit
 def token_gradient(x_token, stats, ref_stats, g, softmax, scale, slope):
-    """dx at the token, where g_l·(1 − p_y) comes from the others' share."""
+    """Return dx at the token, with g_l·(1 − p_y) from the others' share."""
     value, cap_slope = capped(x_token, softmax)
     t = shifted(value, stats.row_max, scale)
     inner = g.entropy * (stats.mean_shifted - t)
@@ -353,14 +348,14 @@ def token_gradient(x_token, stats, ref_stats, g, softmax, scale, slope):
 
 @triton.jit
 def shifted_whole(values, anchor, scale, CLAMPED: tl.constexpr):
-    """t in base 2 of a tile inside a row of plain numbers; `CLAMPED`: or of −inf."""
+    """Return t in base 2 of a whole tile; with `CLAMPED` the row may contain −inf."""
     t = fma(values, scale, -anchor)
     return tl.maximum(t, LOWEST, propagate_nan=tl.PropagateNan.ALL) if CLAMPED else t
 
 
 @triton.jit
 def store_whole(grad_row, start, grad, slope, token, at_token, softmax, cut):
-    """The gradient of a tile inside the row, the cap's slope and the token's entry put in."""
+    """Store the gradient of a whole tile, with the cap's slope and the token's entry."""
     if softmax.softcap is not None:
         grad *= slope
     columns = tl.arange(0, cut.block)
@@ -371,7 +366,7 @@ def store_whole(grad_row, start, grad, slope, token, at_token, softmax, cut):
 
 @triton.jit
 def store_part(grad_row, start, grad, slope, token, at_token, softmax, PART: tl.constexpr):
-    """The gradient of a tile that the row does not fill."""
+    """Store the gradient of a partial tile."""
     if softmax.softcap is not None:
         grad *= slope
     columns = tl.arange(0, PART)
@@ -396,23 +391,25 @@ def write_gradient(
     ref_row=None,
     ref_stats=None,
 ):
-    """The second sweep, last tile first, from the StatsGradients `g`; `slope` is dx/dt. With the
-    reference's row and RefStats the gradient of the full KL is part of it.
+    """Write the gradient from the StatsGradients `g`, last tile first; `slope` is dt/dx.
 
-    dx_j = e^{t_j}·(constant + linear·t_j + kl_linear·(t_j − r_j)), 1/S and, since the sweep's t and
-    r have base 2, ln 2 in the coefficients.
+    With the reference's row and RefStats it includes the full KL.
+
+        dx_j = e^{t_j}·(constant + linear·t_j + kl_linear·(t_j − r_j))
+
+    The coefficients contain 1/S and, because t and r have base 2, ln 2.
     """
     at_token = token_gradient(x_token, stats, ref_stats, g, softmax, scale, slope)
     slope_over_total = slope / stats.total
     constant = g.entropy * stats.mean_shifted - g.logprobs
     if ref_row is not None:
-        # An infinite KL that is only reported does not touch the gradient.
+        # An infinite KL that is only reported does not affect the gradient.
         constant -= tl.where(g.kl != 0, g.kl * ref_stats.mean_gap, 0.0)
         kl_linear = g.kl * LN_2 * slope_over_total
     constant *= slope_over_total
     linear = -g.entropy * LN_2 * slope_over_total
     scale2 = scale * LOG2_E
-    # A part's stores may be masked by the element, whose addresses take registers.
+    # A part's stores may be masked per element, and their addresses take registers.
     PART: tl.constexpr = part_of(cut.block, cut.lanes * cut.vector)
     covered = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
     for part in range(0, tl.cdiv(row.end - covered, PART)):

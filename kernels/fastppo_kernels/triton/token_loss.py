@@ -1,16 +1,14 @@
-"""The loss of one token in a kernel: its terms, their derivatives, its metrics.
+"""The loss of one token in a kernel: its terms, their derivatives, and its metrics.
 
-The derivatives are with respect to the token's statistics: logprob, entropy, full KL.
-
-As in `definition.loss`, for one row, with the derivatives written out:
+This is `definition.loss` for one row, with derivatives by the token's statistics (logprob, entropy,
+full KL):
 
     ratio  = e^{logprob − old_logprob}
     policy = −min(ratio·A, clip(ratio)·A), or another term, times the importance weight
     loss   = w·(policy + kl_coef·KL − entropy_coef·entropy)     KL, or ratio·KL
 
-What a new term of the loss changes in the kernels stands here; the operand it needs, in
-`records.PerToken` or `records.Objective`. A field that is None folds away when a kernel is
-compiled.
+A new term of the loss changes the kernels only here; its operand goes into `records.PerToken` or
+`records.Objective`. Fields that are None are removed at compile time.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ SUM_COUNT = tl.constexpr(len(SUMS))
 
 
 class LossResults(NamedTuple):
-    """Where the loss's kernels write: [N] each; row_sums [len(SUMS), N], a row's shares of the sums
-    in a column."""
+    """Outputs of the loss's kernels, [N] each; row_sums [len(SUMS), N], one column per row."""
 
     logprobs: Any
     entropy: Any
@@ -38,11 +35,11 @@ class LossResults(NamedTuple):
 
 @triton.jit
 def _policy_term(logprob, ratio, advantage, is_clamped, objective):
-    """(policy term, its derivative by the logprob, 1 where the dual clip bounds it);
-    `definition.policy_term`.
+    """Return (policy term, its derivative by the logprob, 1 if the dual clip bounds it).
 
-    A derivative is 0 where a clip is active, or the ratio's exponent is clamped. NaN is in none of
-    the comparisons: it must reach the gradient, where it is noticed.
+    A derivative is 0 where a clip is active or the ratio's exponent is clamped. NaN satisfies none
+    of the comparisons, so that it reaches the gradient and is noticed. See
+    `definition.policy_term`.
     """
     unclipped = ratio * advantage
     if objective.policy_term == "clip":
@@ -78,10 +75,9 @@ def _policy_term(logprob, ratio, advantage, is_clamped, objective):
 
 @triton.jit
 def token_loss(index, stats, full_kl, weight, per_token, objective):
-    """(KL, StatsGradients, its shares of the Sums) of a token of weight ≠ 0.
+    """Return (KL, StatsGradients, contribution to the Sums) of a token of weight ≠ 0.
 
-    `full_kl` is None where the KL is the estimate at the sampled token, or not there at all.
-    Infinite clips are no clipping: nothing is above, below or beyond them.
+    `full_kl` is None for a sampled KL or no KL. Infinite clip bounds mean no clipping.
     """
     HAS_SAMPLED_KL: tl.constexpr = (
         per_token.ref_logprobs is not None and objective.kl_estimator != "full"
@@ -112,7 +108,7 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
     loss = policy - objective.entropy_coef * stats.entropy
     if full_kl is not None or HAS_SAMPLED_KL:
         penalty = ratio * kl if objective.kl_ratio_weighted else kl
-        # A KL that is only reported may be infinite without spoiling the loss.
+        # A KL that is only reported may be infinite, and 0·inf is NaN.
         loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
     approx_kl, _ = sampled_kl(-difference, "k3")
     above = ratio > objective.highest_ratio
@@ -153,7 +149,7 @@ def store_token(results, index, n, stats, kl, shares):
 
 @triton.jit
 def store_nothing(results, index, n):
-    """Of a token of weight 0."""
+    """Write zeros for a token of weight 0."""
     tl.store(results.logprobs + index, 0.0)
     tl.store(results.entropy + index, 0.0)
     tl.store(results.kl + index, 0.0)
@@ -165,6 +161,6 @@ def store_nothing(results, index, n):
 
 @triton.jit
 def is_dead(g, stats):
-    """Whether the row's gradient is all zeros. A row that is NaN says so in its gradient too."""
+    """Whether the row's gradient is zero. A NaN row has a NaN gradient."""
     is_number = stats.log_sum == stats.log_sum
     return (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number

@@ -1,13 +1,13 @@
-"""Rows of logits as the kernels see them: where a row lies, its tiles, and what a launch decides.
+"""Rows of logits in the kernels: their addresses and tiles, and the decisions of a launch.
 
-A program takes whole rows, a tile of places at a time. Rows begin on 16 bytes, where Triton can
-prove it; or each begins as many elements behind such a boundary as its row of the gradient and of
-the reference does, and places count from the boundary (`phased`: the row's ends are then taken with
-a mask); or, where the tensors lie differently, a thread loads one element at a time.
+A program takes whole rows, a tile at a time. If Triton can prove that rows start on 16 bytes, loads
+are vectorised. If every row has the same offset from a 16-byte boundary as its row of the gradient
+and of the reference, places count from the boundary (`phased`), and the ends of the row are masked.
+Otherwise a thread loads one element at a time.
 
-A tile is as large as the loads that a thread issues before it needs the first: they must cover the
-memory's latency. How many programs run at once follows from their registers, and where a row is
-read twice from the cache that holds it in between.
+A tile is as large as the loads that a thread issues before it needs the first; they must cover the
+memory's latency. The number of resident programs follows from their registers and, for rows that
+are read twice, from the cache that holds them in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from fastppo_kernels.triton.programs import Program
 
 
 class RowsView(NamedTuple):
-    """[N, V] or [B, T, V], rows counted through B·T: row i begins at
-    (i // inner)·outer_stride + (i % inner)·stride. [N, V] is one outer entry."""
+    """[N, V] or [B, T, V] with rows numbered along B·T.
+
+    Row i starts at (i // inner)·outer_stride + (i % inner)·stride. [N, V] is one outer entry.
+    """
 
     tensor: Any
     inner: Any
@@ -37,8 +39,11 @@ class RowsView(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a row is cut, compile-time constants of a kernel: places of a tile, threads of a program,
-    elements of a thread's load, and whether places count from the boundary before the row."""
+    """The tiling of a row, in compile-time constants of a kernel.
+
+    block: places of a tile. lanes: threads of a program. vector: elements of a load.
+    phased: places count from the boundary before the row.
+    """
 
     block: Any
     lanes: Any
@@ -47,20 +52,19 @@ class Cut(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row in a kernel: a pointer to place 0, the place of the first entry, that behind the last
-    one."""
+    """One row in a kernel: a pointer to place 0, the first place, the place after the last."""
 
     entries: Any
     first: Any
     end: Any
 
 
-# ---------------------------------------------------------------------------- one row of a tensor
+# ------------------------------------------------------------------------------------------- rows
 
 
 @triton.jit
 def row_start(view, index):
-    """Where a row begins, in 64 bits."""
+    """Return the pointer to a row, computed in 64 bits."""
     outer = (index // view.inner).to(tl.int64)
     inner = (index % view.inner).to(tl.int64)
     return view.tensor + (outer * view.outer_stride + inner * view.stride)
@@ -75,7 +79,7 @@ def row_at(view, index, vocab, cut):
 
 @triton.jit
 def row_beside(row, view, index, cut):
-    """The row of another tensor that lies as `row` does."""
+    """Return the row of another tensor with the same alignment as `row`."""
     return Row(_from_boundary(row_start(view, index), row.first, cut), row.first, row.end)
 
 
@@ -92,48 +96,50 @@ def _from_boundary(start, first, cut):
 
 @triton.jit
 def logit_at(view, index, token, vocab):
-    """The token's entry, NaN for one outside the vocabulary; read before the row's first sweep: the
-    sweep's reductions join all threads, so no thread can have written the gradient in place yet."""
+    """Load the token's logit; NaN for a token outside the vocabulary.
+
+    It is read before the first sweep, whose reductions synchronise all threads: no thread can have
+    written an in-place gradient yet.
+    """
     known = (token >= 0) & (token < vocab)
     return tl.load(row_start(view, index) + token, known, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
 def place_of(token, row, vocab):
-    """The token's place in its row, in 32 bits; outside the row for one that is not there."""
+    """Return the token's place in its row, in 32 bits; outside the row for an invalid token."""
     return row.first + tl.minimum(tl.maximum(token, -1), vocab).to(tl.int32)
 
 
-# -------------------------------------------------------------------------------- tiles of a row
+# ------------------------------------------------------------------------------------------ tiles
 
-# A row is cut into whole tiles of `cut.block` places and what they leave: its end, and the
-# beginning of a phased row. Those are taken by the part, with a mask. Where a row has −inf or NaN
-# in it, all of it is.
+# A row consists of whole tiles of `cut.block` places and a remainder: its end, and the start of a
+# phased row. The remainder is processed in masked parts, and so is all of a row with −inf or NaN.
 
 
 @triton.constexpr_function
 def part_of(block, vectors):
-    """Places of a part of a tile of four vectors a thread; smaller tiles are not cut."""
+    """Return the places of a part: a quarter of a tile of four or more vectors per thread."""
     return block // 4 if block // 4 >= vectors else block
 
 
 @triton.jit
 def places_in_whole_tiles(end, PART: tl.constexpr, cut):
-    """A phased row's first part goes before them."""
+    """Return the places in whole tiles, without a phased row's first part."""
     return tl.maximum(end - (PART if cut.phased else 0), 0) // cut.block * cut.block
 
 
 @triton.jit
 def part_start(part, covered, PART: tl.constexpr, cut):
-    """The first part of a phased row is its beginning; all others follow the whole tiles."""
+    """Return the start of a part: 0 for a phased row's first, otherwise after the tiles."""
     return part * PART + (tl.minimum(part, 1) if cut.phased else 1) * covered
 
 
 @triton.jit
 def load_whole(entries, start, softmax, cut, HINT: tl.constexpr):
-    """(scores, slopes of the cap) of a tile inside the row."""
+    """Return (scores, slopes of the cap) of a whole tile."""
     if entries.dtype.element_ty == tl.bfloat16 and cut.vector > 1:
-        # Two at a time: a bf16 is the upper half of its fp32, a shift or a mask away.
+        # Two at a time: a bf16 is the upper half of its fp32.
         words = tl.load(
             entries.to(tl.pointer_type(tl.int32)) + start // 2 + tl.arange(0, cut.block // 2),
             eviction_policy=HINT,
@@ -148,14 +154,13 @@ def load_whole(entries, start, softmax, cut, HINT: tl.constexpr):
 
 @triton.jit
 def load_part(row, start, left_out, softmax, BLOCK: tl.constexpr, cut, HINT: tl.constexpr):
-    """(scores, slopes) of a tile that the row does not fill, −inf outside it and at the place
-    `left_out` if there is one."""
+    """Return (scores, slopes) of a partial tile, −inf outside the row and at place `left_out`."""
     columns = tl.arange(0, BLOCK)
-    # A phased row shares its first and last 16 bytes with its neighbours: read, and not used.
+    # A phased row shares its first and last 16 bytes with its neighbours; they are read, not used.
     read = (columns // cut.vector * cut.vector if cut.phased else columns) < row.end - start
     x = tl.load(row.entries + start + columns, read, other=-float("inf"), eviction_policy=HINT)
     values, slope = capped(x.to(tl.float32), softmax)
-    # A soft-cap turns the padding's −inf into −cap, a value like any other.
+    # A soft-cap turns the padding's −inf into −cap, an ordinary value.
     if cut.phased or softmax.softcap is not None:
         inside = (columns >= row.first - start) & (columns < row.end - start)
         if left_out is not None:
@@ -176,41 +181,39 @@ def write_zeros(row, vocab, cut):
         tl.store(entries + start + columns, zeros, start + columns < vocab)
 
 
-# ------------------------------------------------------------------------------ tiles and programs
+# ------------------------------------------------------------------------------- sizes of programs
 
 
 VECTOR_BYTES = 16
-"""The widest load of a thread."""
+"""Bytes of a thread's widest load."""
 
 SINGLES_PER_VECTOR = 2
-"""Loads of one element that stand in for a 16-byte load where a row of the logits and one of the
-reference's or the gradient's lie differently against 16 bytes: with as many as a vector has
-elements, their addresses alone would fill the registers."""
+"""Single-element loads that replace a 16-byte load if logits, reference and gradient differ in
+alignment. With as many as a vector has elements, their addresses alone would fill the registers."""
 
 REGISTERS = 65536
-"""Registers of a multiprocessor: with those of a thread, which the launch names, they say how many
-programs run on it."""
+"""Registers of a multiprocessor. Divided by a program's, they give the resident programs."""
 
 CACHE_SHARE = 0.7
-"""Share of the second-level cache for rows that wait for their second sweep."""
+"""Share of the L2 cache for rows between their two sweeps."""
 
 UNCUT = 2**31 - 1
-"""The inner axis of [N, V]: more rows than there can be. As a value, and an odd one, so that both
-layouts run one kernel; a constant makes ptxas spill in the longest tile on sm_80."""
+"""The inner axis of [N, V]: more rows than possible. It is an odd value, so that both layouts run
+the same kernel; as a constant it makes ptxas spill in the longest tile on sm_80."""
 
 
 def tile(program: Program, itemsize: int, *, singles: bool, halvings: int = 0) -> int:
-    """Columns of a tile, read by the vector or in `singles`.
+    """Return the columns of a tile, read by vectors or in `singles`.
 
-    With a reference a tile each of two rows is held, scores and shifted ones: two halvings of the
-    tile fit the registers. A soft-cap's temporaries are one more.
+    With a reference, tiles of two rows and their shifted scores are live: two halvings make them
+    fit the registers. A soft-cap's temporaries need one more.
     """
     width = SINGLES_PER_VECTOR if singles else VECTOR_BYTES // itemsize
     return 32 * program.num_warps * max(1, program.loads >> halvings) * width
 
 
 def _program_count(device: torch.device, rows: int, held_bytes: int, program: Program) -> int:
-    """Programs that run at once, while the `held_bytes` of each stay in the cache."""
+    """Return the resident programs for which `held_bytes` each fit in the cache."""
     multiprocessors, cache = device_limits(device)
     assert program.registers is not None
     resident = REGISTERS // (32 * program.num_warps * program.registers)
@@ -219,7 +222,7 @@ def _program_count(device: torch.device, rows: int, held_bytes: int, program: Pr
     return min(rows, multiprocessors * max(1, resident))
 
 
-# ------------------------------------------------------------------------------------- a launch
+# --------------------------------------------------------------------------------------- launches
 
 
 def view_of(x: Tensor | None) -> RowsView | None:
@@ -235,7 +238,7 @@ def view_of(x: Tensor | None) -> RowsView | None:
 
 
 def _lie_alike(a: RowsView, b: RowsView, width: int) -> bool:
-    """Whether row i of each begins as many elements behind a vector's boundary, for every i."""
+    """Whether row i of both has the same offset from a vector's boundary, for every i."""
     if (a.tensor.data_ptr() - b.tensor.data_ptr()) % VECTOR_BYTES:
         return False
     if a.tensor.element_size() != b.tensor.element_size():
@@ -245,7 +248,7 @@ def _lie_alike(a: RowsView, b: RowsView, width: int) -> bool:
     def offsets(view: RowsView) -> tuple[int, int]:
         return view.stride % width, view.outer_stride % width if rows > view.inner else 0
 
-    # [N, V] and a dense [B, T, V] are the same rows.
+    # [N, V] and a dense [B, T, V] have the same rows.
     def is_flat(view: RowsView) -> bool:
         return rows <= view.inner or view.outer_stride == view.inner * view.stride
 
@@ -255,7 +258,7 @@ def _lie_alike(a: RowsView, b: RowsView, width: int) -> bool:
 
 
 class Launch(NamedTuple):
-    """What every launch over rows of logits decides: views, grid, and the options of the launch."""
+    """The decisions of a launch over rows of logits: views, grid and options."""
 
     logits: RowsView | None
     ref_logits: RowsView | None
@@ -274,7 +277,7 @@ def launch_over(
     *,
     sweeps: int,
 ) -> Launch:
-    """For a kernel that reads `logits` (and `ref_logits`) `sweeps` times and writes `grad`."""
+    """Plan a launch that reads `logits` (and `ref_logits`) `sweeps` times and writes `grad`."""
     rows = logits.shape[:-1].numel()
     vocab = logits.shape[-1]
     itemsize = logits.element_size()
@@ -304,7 +307,7 @@ def launch_over(
         phased=tl.constexpr(is_off_16_bytes and lie_alike),
     )
     count = _program_count(logits.device, rows, held_bytes, program)
-    # As many threads where 64 of them execute as one.
+    # The same number of threads on GPUs with 64 threads per warp.
     program = program._replace(num_warps=32 * program.num_warps // target().warp_size)
     options = {"cut": cut, **launch_options(program, fp_fusion=True)}
     return Launch(**views, rows=rows, vocab=vocab, grid=(count,), options=options)
