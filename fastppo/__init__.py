@@ -1,6 +1,6 @@
-"""FastPPO: PPO for language models with the loss in one pass over the logits, or with no logits.
+"""FastPPO: PPO for language models with fused losses.
 
-Names are imported when they are first used: `fastppo --help` needs no torch, and the losses need no
+Names are imported on first use: `fastppo --help` needs no torch, and the losses need no
 transformers.
 """
 
@@ -55,7 +55,7 @@ HOMES = {
     "fastppo.ppo.options.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
 }
-"""Where each public name is defined."""
+"""The public names of each module."""
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [

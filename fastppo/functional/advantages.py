@@ -3,8 +3,8 @@
     r_t = −β·KL_t, plus the score on the last response token
     δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
 
-"next" is the next *unmasked* token, so a masked gap (a tool's output in a multi-turn response) is
-stepped over. All functions take padded `[B, T]`, or packed `[total]` with `cu_seqlens [B + 1]`.
+"next" is the next *unmasked* token: masked gaps, such as a tool's output in a multi-turn response,
+are skipped. Inputs are padded `[B, T]`, or packed `[total]` with `cu_seqlens [B + 1]`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Advantages(NamedTuple):
     """Result of `compute_advantages`."""
 
     advantages: Tensor
-    """[B, T] or [total] fp32, whitened if asked, 0 where masked."""
+    """[B, T] or [total] fp32, whitened by default, 0 where masked."""
     returns: Tensor
     """[B, T] or [total] fp32: advantages before whitening plus values, 0 where masked."""
     kl: Tensor
-    """[B] fp32, nats: the estimator summed over each sequence."""
+    """[B] fp32, nats: the estimate summed over each sequence."""
 
 
 def gae(
@@ -46,8 +46,8 @@ def gae(
     Args:
         rewards, values: [B, T], or packed [total] with `cu_seqlens`; any float dtype, summed in
             fp32 or wider. values[t] is the value of the state *before* token t. No gradient.
-        mask: the same shape, bool, True on response tokens; None means all. Gaps are stepped over.
-        cu_seqlens: [B + 1] int32 or int64, where each packed sequence begins, and the total.
+        mask: the same shape, bool, True on response tokens; None means all. Gaps are skipped.
+        cu_seqlens: [B + 1] int32 or int64, the start of each packed sequence, and the total.
         gamma, lam: in [0, 1], or [B], one per sequence.
         bootstrap: [B], the value after the last token of a truncated sequence; None means 0.
         backend: "auto", "triton", "cpu" or "torch".
@@ -56,7 +56,7 @@ def gae(
         (advantages, returns), fp32, the shape of `values`, 0 where masked.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices disagree.
+        ValueError, TypeError: inconsistent shapes, dtypes or devices.
 
     Source: Schulman et al. 2016, eq. 11, 12 and 16.
     """
@@ -95,23 +95,23 @@ def compute_advantages(
     """Reward shaping, GAE and whitening in one call.
 
     Args:
-        scores: [B], the reward of each whole response; placed on its last unmasked token.
+        scores: [B], the reward of each response, placed on its last unmasked token.
         values, logprobs: [B, T], or packed [total] with `cu_seqlens`: the rollout policy's.
-        ref_logprobs: the same shape, or None for no KL (then kl_coef must be 0).
+        ref_logprobs: the same shape, or None for no KL (kl_coef must then be 0).
         mask: the same shape, bool, True on response tokens.
         kl_coef: β of the shaped reward −β·KL_t. kl_estimator: k1, k2 or k3.
         gamma, lam, bootstrap, cu_seqlens, backend: see `gae`.
-        whiten, shift_mean: see the function `whiten`; returns are never whitened.
+        whiten, shift_mean: see the function `whiten`. Returns are never whitened.
         score_clip: clamp scores to ±score_clip first.
-        token_rewards: the shape of values; added to the shaped rewards (partial rewards).
-        reduce_moments: takes the moments (count, Σx, Σx²), fp64 [3], and returns those of the whole
-            global batch, say by an all-reduce. None is refused.
+        token_rewards: shaped like values, added to the shaped rewards.
+        reduce_moments: a function from the moments (count, Σx, Σx²), fp64 [3], to those of the
+            global batch, for example an all-reduce.
 
     Returns:
         Advantages(advantages, returns, kl).
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options disagree.
+        ValueError, TypeError: inconsistent shapes, dtypes, devices or options.
 
     Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
     """
@@ -155,16 +155,9 @@ def compute_advantages(
     if whiten:
         moments = shaped.moments
         if reduce_moments is not None:
-            if not callable(reduce_moments):
-                kind = type(reduce_moments).__name__
-                raise TypeError(f"reduce_moments must be a function, got {kind}")
             moments = reduce_moments(moments)
-            if moments is None:  # without it every rank would whiten by itself
-                raise TypeError(
-                    "reduce_moments must return the moments of the whole batch, got None; one that "
-                    "works in place returns its argument"
-                )
-            arguments.tensor("what reduce_moments returns", moments, shape=(3,), like=advantages)
+            # None, from a function that works in place, would whiten each rank by itself.
+            arguments.tensor("result of reduce_moments", moments, shape=(3,), like=advantages)
         advantages = operators.whiten_op(
             x=advantages, mask=mask, moments=moments, shift_mean=shift_mean, backend=backend
         )
@@ -184,7 +177,7 @@ def whiten(
     Args:
         x: (...) any float dtype; mask: (...) bool or None.
         shift_mean: False adds the mean back: (x − mean)·rsqrt(var + 1e-8) + mean.
-        moments: (count, Σx, Σx²), fp64 [3], of a larger batch that x is a part of.
+        moments: (count, Σx, Σx²), fp64 [3], of a larger batch that includes x.
 
     Returns:
         (...) fp32, 0 where masked.

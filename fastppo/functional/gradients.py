@@ -1,12 +1,11 @@
-"""Autograd functions: how a loss and the tokens' statistics are differentiable.
+"""Autograd functions of the losses and of the tokens' statistics.
 
-PPO's gradient is formed in the forward pass; the backward pass scales it by the incoming gradient
-(`PPOLossFunction`). The gradients of statistics are not known before they come in: the backward
-pass reads the logits, or forms them, again.
+PPO's gradient is computed in the forward pass, and the backward pass scales it (`PPOLossFunction`).
+The gradients of statistics depend on incoming gradients, so their backward pass reads the logits
+again, or recomputes them.
 
-fp16 is the exception: its loss scale is known in the backward pass only, and a gradient rounded to
-fp16 before the scaling would underflow, so `fastppo.functional.losses` takes the statistics' path
-there, from logits and from hidden states alike.
+fp16 needs its loss scale, which is known only in the backward pass, before rounding to fp16:
+`fastppo.functional.losses` therefore uses the statistics for fp16 logits and hidden states.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from fastppo.functional import operators
 
 
 class PPOLossFunction(torch.autograd.Function):
-    """PPO's loss, whose gradients with respect to its `inputs` were formed together with it.
+    """PPO's loss with precomputed gradients.
 
-    `gradients` has an entry for each of the `inputs`, None where it has no gradient. Of logits, of
-    a projection's hidden states, weight and bias, or of the tokens' statistics.
+    `gradients` has an entry for each of the `inputs`, None without a gradient. The inputs are the
+    logits, or a projection's hidden states, weight and bias.
     """
 
     @staticmethod
@@ -58,14 +57,13 @@ class PPOLossFunction(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
-    """gradient·factor for a gradient saved in the forward pass and the 0-d gradient of the loss.
+    """Return gradient·factor for a saved gradient and the 0-d gradient of the loss.
 
-    In eager mode a factor of exactly 1 costs no pass over memory: on a CPU its value is looked at,
-    and the Triton kernel looks at it on the device. The saved buffer itself is handed out (and
-    scaled) only where autograd frees it after this call: whoever receives it may add to it in
-    place. Where it stays for another backward pass (retain_graph=True), it is copied. Whether it
-    stays is known to a private function of torch alone; a copy in every case would double the
-    memory of the gradient.
+    In eager mode a factor of 1 costs no pass over memory: a CPU reads its value, and the Triton
+    kernel checks it on the device. The saved buffer itself is returned (and scaled) only if
+    autograd frees it after this call, since the receiver may add to it in place. With
+    retain_graph=True it is copied. Only a private function of torch tells; copying always would
+    double the gradient's memory.
     """
     if not torch.compiler.is_compiling():
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -74,7 +72,7 @@ def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
             return scale_(gradient.clone() if stays else gradient, factor)
         if factor.device.type == "cpu":
             return gradient if factor.item() == 1.0 and not stays else gradient * factor
-    # Elsewhere a 0-d factor is rounded to the gradient's dtype before the product.
+    # A 0-d factor would otherwise be rounded to the gradient's dtype before the product.
     wide = torch.promote_types(gradient.dtype, factor.dtype)
     return (gradient.to(wide) * factor).to(gradient.dtype)
 
@@ -118,8 +116,8 @@ class TokenStatisticsFunction(torch.autograd.Function):
 
 
 class LinearTokenStatisticsFunction(torch.autograd.Function):
-    """(logprobs, entropy, full KL), differentiable in hidden, weight, bias; backward forms the
-    logits again."""
+    """(logprobs, entropy, full KL), differentiable in hidden, weight and bias; backward recomputes
+    the logits."""
 
     @staticmethod
     def forward(

@@ -1,13 +1,13 @@
-"""The one weight of a lm-head, whatever PEFT has put around it.
+"""The weight of an lm-head, with PEFT's adapters merged in.
 
-    a layer of its own              W
-    trained whole, modules_to_save  the active copy's W
-    LoRA                            W + Σ s·B·A
-    DoRA                            (m / ‖W + s·B·A‖) ⊙ (W + s·B·A), row by row
+    plain layer                       W
+    fully trained, modules_to_save    W of the active copy
+    LoRA                              W + Σ s·B·A
+    DoRA                              (m / ‖W + s·B·A‖) ⊙ (W + s·B·A), row by row
 
-The norm of DoRA is a constant for the gradient, as in its paper and in PEFT. What is no product
-with one weight, dropout in training above all, is refused: a loss over hidden states would train
-another policy than the model's own forward pass samples from.
+The norm of DoRA is treated as a constant, as in its paper and in PEFT. A head that is not a product
+with one weight, for example because of dropout, raises an error: a loss over hidden states would
+train another policy than the model's forward pass samples from.
 
 Source: Hu et al. 2021, section 4.1; Liu et al. 2024 (DoRA), sections 4.1 and 4.3.
 """
@@ -20,22 +20,22 @@ from torch import Tensor, nn
 
 
 def head_weight(lm_head: nn.Module) -> Tensor:
-    """The weight [V, H] that a lm-head multiplies by, with its adapters added in.
+    """Return the weight [V, H] of an lm-head with its adapters merged in.
 
-    For `linear_ppo_loss` and its sisters: PEFT keeps adapters beside a layer's `.weight`, so that
-    `lm_head.weight` is the frozen matrix alone. Gradients reach the adapters, LoRA's and DoRA's,
-    and a head that is trained whole (`modules_to_save`).
+    For `linear_ppo_loss` and the other functions of hidden states: PEFT stores adapters next to a
+    layer's `.weight`, so `lm_head.weight` is only the frozen matrix. Gradients reach the adapters
+    (LoRA, DoRA), and a fully trained head (`modules_to_save`).
 
     Args:
-        lm_head: `nn.Linear`, or PEFT's layer around one.
+        lm_head: `nn.Linear`, or PEFT's wrapper of one.
 
     Returns:
-        [V, H]: the weight itself where there is no adapter; otherwise W + Σ scale·B·A of the active
-        ones, in W's dtype, its rows scaled to DoRA's magnitudes where they have such.
+        [V, H]: without adapters, the weight itself; otherwise W + Σ scale·B·A of the active
+        adapters in W's dtype, with rows scaled to DoRA's magnitudes.
 
     Raises:
-        TypeError: another kind of module, or an adapter that is not a weight: dropout in training
-            mode, a bias of its own, another variant of LoRA. The sentence says what to do.
+        TypeError: another kind of module, or an adapter without a single weight: dropout in
+            training mode, a bias, another variant of LoRA.
     """
     reason = why_no_weight(lm_head)
     if reason is not None:
@@ -48,7 +48,7 @@ def head_weight(lm_head: nn.Module) -> Tensor:
         merged = weight + delta.to(weight.dtype)
         if layer.use_dora.get(adapter):
             magnitude = layer.lora_magnitude_vector[adapter]
-            # Of this adapter on the frozen matrix, whatever was added before it.
+            # The norm of this adapter on the frozen matrix, without earlier adapters.
             norm = magnitude.get_weight_norm(base.weight.detach(), delta.detach(), scaling=1)
             merged = (magnitude.weight / norm).to(weight.dtype).unsqueeze(1) * merged
         weight = merged
@@ -56,8 +56,10 @@ def head_weight(lm_head: nn.Module) -> Tensor:
 
 
 def why_no_weight(lm_head: nn.Module) -> str | None:
-    """What keeps a lm-head from being a product with one weight, and what to do about it, in one
-    sentence; None where it is one. Asks for no tensor, which may be sharded."""
+    """Explain why an lm-head has no single weight, and what to do; None if it has one.
+
+    Reads no tensor, because parameters may be sharded.
+    """
     layer = active_copy(lm_head)
     base = _base_layer(layer)
     instead = "or pass the model's logits to ppo_loss"
@@ -65,8 +67,8 @@ def why_no_weight(lm_head: nn.Module) -> str | None:
         return f"lm_head must be nn.Linear or PEFT's layer around one, got {type(base)}; {instead}"
     if getattr(layer, "merged", False) and layer.disable_adapters:
         return (
-            "lm_head's adapters are merged and switched off, and PEFT takes them out in its own "
-            "forward pass alone: call unmerge_adapter() first"
+            "lm_head's adapters are merged and switched off, and only PEFT's own forward pass "
+            "removes them: call unmerge_adapter() first"
         )
     for adapter in _adapters_on(layer):
         name = f"lm_head's adapter {adapter!r}"
@@ -78,13 +80,12 @@ def why_no_weight(lm_head: nn.Module) -> str | None:
         p = getattr(layer.lora_dropout[adapter], "p", 0.0)
         if layer.training and p > 0:
             return (
-                f"{name} has dropout {p} in training, so no one weight is what it multiplies by: "
+                f"{name} has dropout {p} in training, and therefore no single weight: "
                 f"set lora_dropout=0, {instead}"
             )
         if layer.lora_bias.get(adapter):
             return (
-                f"{name} has a bias of its own, which no weight holds: set lora_bias=False, "
-                f"{instead}"
+                f"{name} has its own bias, which no weight contains: set lora_bias=False, {instead}"
             )
         variant = getattr(layer, "lora_variant", {}).get(adapter)
         if variant is not None and not layer.use_dora.get(adapter):
@@ -96,8 +97,10 @@ def why_no_weight(lm_head: nn.Module) -> str | None:
 
 
 def active_copy(lm_head: nn.Module) -> Any:
-    """The layer that multiplies: where PEFT trains a head whole (`modules_to_save`), the active
-    adapter's copy of it, or the original while adapters are off."""
+    """Return the layer that computes the logits.
+
+    With `modules_to_save`, the active adapter's copy, or the original if adapters are disabled.
+    """
     layer: Any = lm_head
     copies = getattr(layer, "modules_to_save", None)
     if copies is None:
@@ -111,13 +114,13 @@ def active_copy(lm_head: nn.Module) -> Any:
 
 
 def _base_layer(layer: Any) -> Any:
-    """The frozen layer that PEFT's adapters lie around."""
+    """Return the frozen layer inside PEFT's wrapper."""
     return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
 
 
 def _adapters_on(layer: Any) -> list[str]:
-    """The adapters that a forward pass adds to the frozen layer's product."""
+    """Return the adapters that a forward pass adds to the frozen layer's output."""
     if _base_layer(layer) is layer or layer.disable_adapters or layer.merged:
         return []
-    known = getattr(layer, "lora_A", None)  # without adapters that lie only on other layers
+    known = getattr(layer, "lora_A", None)  # excludes adapters of other layers only
     return [name for name in layer.active_adapters if known is None or name in known]

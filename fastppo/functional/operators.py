@@ -1,16 +1,15 @@
-"""Custom operators, and the choice of backend: the layer between the public functions and
-`fastppo_kernels`.
+"""Custom operators and the choice of backend, between the public functions and `fastppo_kernels`.
 
     @operator("ppo_loss", like=torch_rows.ppo_loss, …)
     def ppo_loss_op(backend, logits, per_token, **_):
-        return the function of the backend        # which the operator then calls with its operands
+        return the backend's function        # to be called with the operands
 
-A decorated function computes nothing: it checks token ids and returns the function that does, one
-with the signature of `like`. Calling `ppo_loss_op(…)` goes through torch's dispatcher, so that
-`torch.compile(fullgraph=True)` sees one opaque operator, whose fake kernel is registered below it.
+A decorated function computes nothing: it checks token ids and returns a function with the signature
+of `like`. `ppo_loss_op(…)` goes through torch's dispatcher, so `torch.compile(fullgraph=True)` sees
+one opaque operator, with the fake kernel that is registered below it.
 
-Operands arrive checked, one entry per token: `[N]`, in records; `record_operator` flattens them for
-torch. What is differentiable, and how, is in `gradients`.
+Operands are checked, flat records: one entry per token, `[N]`. `record_operator` flattens them for
+torch; `gradients` makes the results differentiable.
 """
 
 from __future__ import annotations
@@ -47,34 +46,31 @@ from torch import Tensor
 from fastppo.functional import arguments
 from fastppo.functional.record_operator import operator
 
-KERNELS = linear.__package__
-"""`fastppo_kernels`, or the name under which a copy of it is imported (kernels/hub_package.py)."""
-
 
 def row_functions_of(backend: str, dtype: torch.dtype) -> ModuleType:
-    """The module with a backend's functions of rows of logits: `triton_rows`, `cpu_rows` or
-    `torch_rows`. Triton is imported only where it is used.
+    """Return the backend's module of functions of rows of logits. Triton is imported on first use.
 
-    The CPU's loops compute in fp32: fp64 logits go to the definition.
+    The CPU's loops compute in fp32: fp64 logits use the definition.
     """
     if backend == "cpu" and dtype == torch.float64:
         return torch_rows
-    return importlib.import_module(f".{backend}.rows", KERNELS)
+    return importlib.import_module(f"fastppo_kernels.{backend}.rows")
 
 
 def _row_functions_of_head(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
-    """`row_functions_of` the logits that a projection forms."""
+    """`row_functions_of` the logits of a projection."""
     return row_functions_of(backend, gemm.dtype_for(projection))
 
 
 def _advantage_functions_of(backend: str) -> ModuleType:
-    return importlib.import_module(f".{backend}.advantages", KERNELS)
+    return importlib.import_module(f"fastppo_kernels.{backend}.advantages")
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
-    """Refuses tokens outside the vocabulary where the check does not synchronise with a GPU.
+    """Check tokens of non-zero weight against the vocabulary, if that does not synchronise with a
+    GPU.
 
-    FASTPPO_CHECK_TOKENS=1 asks for it everywhere. Tokens of weight 0 may be anything.
+    FASTPPO_CHECK_TOKENS=1 checks everywhere.
     """
     if tokens.device.type == "cpu" or os.environ.get("FASTPPO_CHECK_TOKENS") == "1":
         arguments.check_tokens(tokens, vocabulary, weights)
@@ -142,7 +138,7 @@ def _empty_rows(tokens: Tensor, dtype: torch.dtype) -> PPORows:
 def ppo_loss_inplace_op(
     backend: str, logits: Tensor, per_token: PerToken, **_: Any
 ) -> Callable[..., PPORows]:
-    """The gradient is written over the logits, and is not among the results."""
+    """Write the gradient over the logits instead of returning it."""
     _check_tokens(per_token.tokens, logits.shape[-1], per_token.weights)
     ppo_loss = row_functions_of(backend, logits.dtype).ppo_loss
     return lambda **operands: ppo_loss(**operands, inplace=True)._replace(grad=None)
@@ -153,7 +149,7 @@ def _(logits: Tensor, per_token: PerToken) -> PPORows:
     return _empty_rows(per_token.tokens, logits.dtype)
 
 
-# ------------------------------------------------------------------------------- the fused lm-head
+# --------------------------------------------------------------------------------- fused lm-head
 
 
 @operator("linear_ppo_loss", like=linear.ppo_loss, without=("row_functions",))
@@ -175,14 +171,13 @@ def _(
 
 
 def _empty_gradients(projection: Projection, wanted: GradientsWanted) -> ProjectionGradients:
-    """Contiguous, whatever hidden states and weight are."""
+    """Return contiguous gradients, whatever the strides of the projection."""
     parts = [None if part is None else part.new_empty(part.shape) for part in projection]
     return only_wanted(ProjectionGradients(*parts), wanted)
 
 
 def only_wanted(grads: ProjectionGradients, wanted: GradientsWanted) -> ProjectionGradients:
-    """None in place of the gradients that were not wanted, for which an operator returns an empty
-    tensor."""
+    """Replace the empty tensors of gradients that are not needed by None."""
     return ProjectionGradients(
         hidden=grads.hidden if wanted.hidden else None,
         weight=grads.weight if wanted.weight else None,
@@ -242,7 +237,7 @@ def _empty_advantages(values: Tensor) -> Gae:
 
 @operator("shaped_advantages", like=torch_advantages.shaped_advantages)
 def shaped_advantages_op(backend: str, **_: Any) -> Callable[..., ShapedAdvantages]:
-    """Not yet whitened."""
+    """The advantages are not whitened."""
     return _advantage_functions_of(backend).shaped_advantages
 
 

@@ -1,12 +1,12 @@
-"""Custom operators of torch whose operands and results are records.
+"""Custom torch operators with records as operands and results.
 
-torch's operators take tensors and scalars, and no records. `Operator` is the one place where a
-record is flattened into its fields and put together again, by the annotations of the backends'
-functions: a field that is added to a record, or an operand to a function, needs no change here.
+torch's operators take tensors and scalars. `Operator` flattens records into their fields and
+restores them, following the annotations of the backends' functions: a new field of a record or a
+new operand of a function needs no change here.
 
-Gradients are the business of `gradients.py`, so an operator is defined by `torch.library.define`
-and `impl`. `torch.library.custom_op` adds an autograd function of its own, which doubles
-the host's time; only an operator that writes into an operand uses it, because it tells autograd so.
+Gradients are in `gradients.py`, so operators use `torch.library.define` and `impl`.
+`torch.library.custom_op` adds an autograd function, which doubles the host's time; only an operator
+that mutates an operand uses it, since it informs autograd of the mutation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor
 
 R = TypeVar("R")
 
-NAMESPACE = __name__.partition(".")[0]
-"""The operators are `torch.ops.fastppo.…`, or have the name under which a copy of this package is
-imported."""
+NAMESPACE = "fastppo"
+"""The operators are `torch.ops.fastppo.…`."""
 
 SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -34,15 +33,15 @@ SCHEMA_TYPES = {
     bool: "bool",
     torch.dtype | None: "ScalarType?",
 }
-"""Annotations, and what torch's schemas call them."""
+"""Types in torch's schemas, by annotation."""
 
 
 class _Slot(NamedTuple):
-    """The flat values that one annotated value becomes: itself, or the fields of a record."""
+    """The flat values of one annotated value: itself, or the fields of a record."""
 
-    schema: tuple[tuple[str, str], ...]  # (name, type) of each flat value
+    schema: tuple[tuple[str, str], ...]  # (name, type) of the flat values
     record: Any = None
-    optional: bool = False  # the record may be None
+    optional: bool = False  # whether the record may be None
     parts: tuple[_Slot, ...] = ()  # of the record's fields
 
     def flatten(self, value: Any) -> list[Any]:
@@ -57,7 +56,7 @@ class _Slot(NamedTuple):
         return [flat_value for part, field in fields for flat_value in part.flatten(field)]
 
     def restore(self, flat: Iterator[Any]) -> Any:
-        """The value, from the next entries of `flat`."""
+        """Restore the value from the next entries of `flat`."""
         if self.record is None:
             return next(flat)
         fields = [part.restore(flat) for part in self.parts]
@@ -67,10 +66,10 @@ class _Slot(NamedTuple):
 
 
 def _slot(name: str, annotation: Any, *, optional: bool = False) -> _Slot:
-    """The slot of a tensor, a scalar, or a record of these.
+    """Return the slot of a tensor, a scalar, or a record of these.
 
     Args:
-        optional: it is a field of a record that may be None.
+        optional: the value is a field of a record that may be None.
 
     Raises:
         KeyError: torch's schemas have no such type.
@@ -92,15 +91,15 @@ def _slot(name: str, annotation: Any, *, optional: bool = False) -> _Slot:
 
 
 class Operator(Generic[R]):
-    """A custom operator of torch that takes keywords, records among them, and returns a record or
-    a tensor.
+    """A custom torch operator that takes keywords, including records, and returns a record or
+    tensor.
 
-    torch sees `flat_operator`, whose schema has an argument for every field. A result that is None
-    reaches the caller as an empty tensor.
+    torch sees `flat_operator`, whose schema has an argument for every field. Results that are None
+    become empty tensors.
 
     Args:
-        choose: checks the operands, `backend` among them, and returns the function that is called
-            with the others.
+        choose: checks the operands, including `backend`, and returns the function to call with the
+            others.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Operator(Generic[R]):
             f"{'Tensor(a!)' if name == mutates else schema_type} {name}"
             for name, schema_type in flat_operands
         )
-        # One tensor for each, and no list: torch.compile functionalises no mutation beside a list.
+        # Single tensors, because torch.compile does not functionalise mutations next to a list.
         results = ", ".join("Tensor" for _ in self.result.schema)
         if self.result.record is not None:
             results = f"({results})"
@@ -131,7 +130,7 @@ class Operator(Generic[R]):
             operands = self._restored(flat)
             compute = choose(**operands)
             del operands["backend"]
-            # Operators choose their dtypes themselves.
+            # Operators choose their own dtypes.
             with torch.autocast(_first_tensor(flat).device.type, enabled=False):
                 return self._flat_result(compute(**operands))
 
@@ -143,11 +142,11 @@ class Operator(Generic[R]):
         self.flat_operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def flatten(self, **operands: Any) -> list[Any]:
-        """The arguments of `flat_operator`."""
+        """Return the arguments of `flat_operator`."""
         if operands.keys() != self.operands.keys():
             expected = ", ".join(self.operands)
             got = ", ".join(operands)
-            raise TypeError(f"{self.name} expected the operands {expected}, got {got}")
+            raise TypeError(f"{self.name} expects the operands {expected}, got {got}")
         return [
             flat_value
             for name, slot in self.operands.items()
@@ -155,15 +154,15 @@ class Operator(Generic[R]):
         ]
 
     def __call__(self, **operands: Any) -> R:
-        """Records no gradient: that is the autograd functions' business."""
+        """Call the operator without recording a gradient."""
         with torch.no_grad():
             result = self.flat_operator(*self.flatten(**operands))
         return result if self.result.record is None else self.result.restore(iter(result))
 
     def register_fake(self, function: Callable[..., R]) -> None:
-        """What the operator returns for tensors without values: shapes, dtypes and strides.
+        """Register the results' shapes, dtypes and strides for tensors without values.
 
-        `function` takes those of the operator's operands that these depend on, by name.
+        `function` takes the operands that they depend on, by name.
         """
         names = inspect.signature(function).parameters
 
@@ -192,13 +191,13 @@ def _first_tensor(flat: Sequence[Any]) -> Tensor:
 def operator(
     name: str, *, like: Callable[..., R], without: tuple[str, ...] = (), mutates: str | None = None
 ) -> Callable[[Callable[..., Callable[..., R]]], Operator[R]]:
-    """Decorator: the operator `fastppo::name`, for which the function chooses what computes it.
+    """Decorator: define the operator `fastppo::name` from a function that chooses the
+    implementation.
 
     Args:
-        like: whose parameters are the operator's operands, by their names and annotations, and
-            whose result is its result. `backend: str` is one operand more.
-        without: parameters of `like` that are no operands.
-        mutates: the operand that the operator writes into.
+        like: a function with the operator's parameters and result. `backend: str` is added.
+        without: parameters of `like` to leave out.
+        mutates: the operand that the operator writes to.
     """
     annotations = get_type_hints(like)
     result = annotations.pop("return")

@@ -1,7 +1,7 @@
-"""The checks of single values: numbers, choices, truth values.
+"""Checks of single values: numbers, choices, booleans.
 
-They are those of the public functions (`arguments`) and of a run's options, which are read before
-torch is imported.
+Used by the public functions (`arguments`) and by a run's options, which are read before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -9,47 +9,29 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 CLIPPED_SURROGATES = ("clip", "gspo")
-"""Objectives that are the smaller of two terms, which a dual clip may bound."""
+"""Objectives with a minimum of two terms, which a dual clip can bound."""
 SAPO_TAU = (1.0, 1.05)
-"""The gate's temperatures in the paper, Gao et al. 2025."""
+"""The gate's temperatures in Gao et al. 2025."""
 
-
-class _Short(reprlib.Repr):
-    """A repr of limited length: a user's value may be of any size and nested to any depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = 160
-        self.maxother = 160
-        self.maxlevel = 3
-        self.maxlong = 60
-        self.maxlist = 4
-        self.maxtuple = 4
-        self.maxdict = 4
-
-    def repr1(self, x: Any, level: int) -> str:
-        try:
-            return super().repr1(x, level)
-        except BaseException:  # of a user's class, which may exit
-            return object.__repr__(x)
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write a number of more than 4300 digits.
-        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 400 else repr(x)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 160
+_SHORT.maxother = 160
+_SHORT.maxlong = 60
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 4
 
 
 def describe(value: Any) -> str:
-    """A user's value for a sentence: its repr, shortened."""
-    return _Short().repr(value)
+    """Return a shortened repr of a user's value for a message."""
+    return _SHORT.repr(value)
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Format a count: `1 row`, `2 rows`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -66,11 +48,9 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def number(name: str, value: object) -> float:
-    """A Python or NumPy number. A tensor would have to be read, which waits for a GPU."""
+    """Check for a Python or NumPy number. Reading a tensor would wait for a GPU."""
     if not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number within ±1.8e308, got {describe(value)}")
     return value  # type: ignore[return-value]
 
 
@@ -85,7 +65,7 @@ def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> 
 
 def finite(name: str, value: float) -> float:
     number(name, value)
-    # Comparisons, unlike math.isfinite, are traced by torch.compile for a float that varies.
+    # torch.compile traces comparisons of a varying float, but not math.isfinite.
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite, got {describe(value)}")
     return value
@@ -101,9 +81,9 @@ def check_dual_clip(dual_clip: float | None) -> float | None:
 
 
 def check_sapo_tau(tau: Sequence[float]) -> tuple[float, float]:
-    """(τ where A > 0, τ elsewhere) of a pair."""
+    """Check a pair (τ for A > 0, τ for A ≤ 0)."""
     if len(tau) != 2:
-        raise ValueError(f"sapo_tau must be (τ of A > 0, τ of the others), got {describe(tau)}")
+        raise ValueError(f"sapo_tau must be (τ for A > 0, τ for A ≤ 0), got {describe(tau)}")
     positive, negative = tau
     finite("sapo_tau", at_least("sapo_tau", positive, 0.0, strictly=True))
     finite("sapo_tau", at_least("sapo_tau", negative, 0.0, strictly=True))

@@ -1,7 +1,7 @@
-"""Logprobs, entropies and exact KLs of tokens, from logits or from hidden states; with gradients.
+"""Differentiable logprobs, entropies and exact KLs of tokens, from logits or hidden states.
 
     logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
-    KL      = Σ_j p_j (log p_j − log q_j)     q the reference's softmax
+    KL      = Σ_j p_j (log p_j − log q_j)     with q the reference's softmax
 
 `T` is the temperature, `z` the logits after `logit_scale` and soft-capping.
 """
@@ -36,19 +36,20 @@ def token_stats(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """Logprob of each token, entropy and, given `ref_logits`, the exact KL(p‖q); differentiable.
+    """Return each token's logprob and entropy and, with `ref_logits`, the exact KL(p‖q).
 
     Args:
         logits: (..., V) bf16, fp16, fp32 or fp64, dense last axis; row t predicts tokens[t].
         tokens: (...) int64.
-        ref_logits: (..., V), the reference's, same temperature, scale and soft-cap. No gradient.
+        ref_logits: (..., V), with the same temperature, scale and soft-cap. No gradient.
         temperature, logit_scale, softcap, backend: see `ppo_loss`.
 
     Returns:
-        TokenStats(logprobs, entropy, kl): (...) fp32, nats. Backward reads the logits once more.
+        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable. Backward reads the
+        logits again.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
+        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
             vocabulary.
     """
     rows = arguments.rows_view("logits", logits)
@@ -104,23 +105,23 @@ def linear_token_stats(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """`token_stats` of `hidden @ weight.T + bias` without holding the `[N, V]` logits.
+    """`token_stats` of `hidden @ weight.T + bias` without the `[N, V]` logits in memory.
 
     Args:
         hidden: (..., H); weight: [V, H]; bias: [V] or None; tokens: (...) int64.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for the exact KL. No gradient.
-        chunk_size: rows of logits held at once; default by a memory budget.
+        chunk_size: rows of logits in memory; by default set by a memory budget.
         temperature, logit_scale, softcap, backend: see `ppo_loss`.
 
     Returns:
         TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable in hidden, weight and
-        bias. Under `torch.no_grad()` it costs 2·N·H·V FLOP, and 2·N·H'·V more with a reference; the
-        backward pass forms the logits again, because the upstream gradient is not known before.
+        bias. Under `torch.no_grad()` it costs 2·N·H·V FLOP, and 2·N·H'·V more with a reference. The
+        backward pass recomputes the logits.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
-            vocabulary; a DTensor is passed.
+        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
+            vocabulary; a DTensor.
     """
     head = arguments.projection(hidden, weight, bias)
     ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
@@ -152,8 +153,8 @@ def linear_token_logprobs(
 ) -> Any:
     """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`.
 
-    The logits are rounded to the dtype of the product, that of `hidden` or of autocast, before the
-    softmax: to bf16 for bf16, as in `linear_ppo_loss`, so that the ratio of a first update is 1.
+    The logits are rounded to the GEMM's dtype before the softmax (bf16 for bf16 or under autocast),
+    as in `linear_ppo_loss`, so the ratio of a first update is 1.
     """
     scalars.boolean("return_entropy", return_entropy)
     stats = linear_token_stats(
@@ -171,7 +172,7 @@ def linear_token_logprobs(
 
 
 def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob: (...) fp32, nats."""
+    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d with d = logprob − ref_logprob: (...) fp32, nats."""
     scalars.choice("estimator", estimator, KL_ESTIMATORS)
     arguments.tensor("logprobs", logprobs)
     arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)

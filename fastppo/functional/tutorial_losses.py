@@ -1,11 +1,11 @@
-"""The losses that PPO tutorials write by hand, from plain tensors: logprobs, values and logits.
+"""The losses of PPO tutorials, from plain tensors: logprobs, values and logits.
 
     policy_loss   Σ w·(−min(ratio·A, clip(ratio)·A))
     value_loss    Σ w·½(V − R)²
     entropy       the mean entropy
     total_loss    policy_loss + vf_coef·(twice value_loss) − entropy_coef·entropy
 
-The trainer's value loss is the one here. Weights w are those of `aggregation_weights`.
+The trainer uses this value loss. The weights w are those of `aggregation_weights`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def policy_loss(
     denominator: float | Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Clipped surrogate from logprobs: `Σ w·(−min(ratio·A, clip(ratio)·A))`, a 0-d tensor.
+    """Return the clipped surrogate `Σ w·(−min(ratio·A, clip(ratio)·A))`, a 0-d tensor.
 
     Args:
         logprobs: (...) nats, differentiable; old_logprobs, advantages: (...). No gradient.
@@ -59,7 +59,7 @@ def policy_loss(
     lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
     objective = Objective(lowest_ratio, highest_ratio, scalars.check_dual_clip(dual_clip))
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
-    # Masked entries may hold anything: cut them out before the exponential, not after.
+    # Masked entries may hold anything: remove them before the exponential.
     difference = torch.where(counted, difference, 0.0)
     advantages = torch.where(counted, advantages.detach().to(wide), 0.0)
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
@@ -71,11 +71,11 @@ def policy_loss(
 
 
 class ValueLossFunction(torch.autograd.Function):
-    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
+    """(Σ w·½(V − R)², the number of tokens with a clipped error), 0-d each.
 
-    The first is differentiable in the values, twice too. A clipped value does not move, so that a
-    token whose clipped error is the larger one has no derivative; within the clip range both errors
-    are one. NaN counts as clipped, and shows.
+    The first is twice differentiable in the values. A token whose clipped error is larger has no
+    derivative. Within the clip range both errors are equal. NaN counts as clipped and stays
+    visible.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class ValueLossFunction(torch.autograd.Function):
         counted = weights != 0
         error = (wide_values - wide_returns).square()
         clipped_count = error.new_zeros(())
-        moving_weights = weights  # 0 where the value is clipped
+        moving_weights = weights  # 0 for clipped values
         if old_values is not None and clip_ratio is not None:
             old = old_values.to(wide)
             change = wide_values - old
@@ -128,18 +128,17 @@ def value_loss(
     denominator: float | Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """`Σ w·½(V − R)²`, or with value clipping `Σ w·½max((V−R)², (V_old + clip(V−V_old, ±c) − R)²)`.
+    """Return `Σ w·½(V − R)²`, or clipped `Σ w·½max((V−R)², (V_old + clip(V−V_old, ±c) − R)²)`.
 
     Args:
         values: (...), differentiable; returns: (...). No gradient.
-        old_values, clip_ratio: (...) and c > 0 in units of the value; clipping needs both.
+        old_values, clip_ratio: (...) and c > 0, in units of the values; clipping needs both.
         mask, aggregation, denominator, weights: see `ppo_loss` and `aggregation_weights`.
 
     Returns:
-        () fp32, differentiable in the values. The value term of `total_loss` is twice this.
+        () fp32, differentiable in the values; half the value term of `total_loss`.
 
-    Source: Schulman et al. 2017, eq. 9, whose squared error has no ½; ½ and clipping, the PPO code
-    of OpenAI baselines.
+    Source: Schulman et al. 2017, eq. 9, without the ½; ½ and clipping from OpenAI baselines.
     """
     arguments.tensor("values", values)
     shape = values.shape
@@ -173,7 +172,7 @@ def entropy(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Mean entropy of `softmax(z/T)` over the unmasked rows of (..., V): a 0-d tensor, nats."""
+    """Return the mean entropy of `softmax(z/T)` over unmasked rows of (..., V): 0-d, nats."""
     arguments.tensor("logits", logits)
     stats = token_stats(
         logits,
@@ -213,12 +212,12 @@ def total_loss(
     aggregation: str = "token-mean",
     denominator: float | Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """`policy_loss + vf_coef·value_loss − entropy_coef·entropy`, and its three parts.
+    """Return `policy_loss + vf_coef·value_loss − entropy_coef·entropy` and its three parts.
 
     Args:
         logprobs, old_logprobs, advantages, values, returns: (...); logits: (..., V).
-        vf_coef multiplies the squared error (V − R)², as in the paper; with `value_clip` the larger
-            one of clipped and unclipped values. `fastppo.value_loss` is half of it.
+        vf_coef: factor of the squared error (V − R)², as in the paper; with `value_clip`, of the
+            larger of the clipped and unclipped errors. `fastppo.value_loss` is half of it.
 
     Returns:
         dict of 0-d tensors: total_loss, policy_loss, value_loss (without the ½), entropy;

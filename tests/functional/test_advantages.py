@@ -170,9 +170,11 @@ def test_a_reduction_that_returns_nothing_is_refused_and_one_that_returns_is_use
     def in_place(moments: Tensor) -> None:
         moments.mul_(2)
 
-    with pytest.raises(TypeError, match=r"reduce_moments must return the moments .* got None"):
+    with pytest.raises(
+        TypeError, match="result of reduce_moments must be a torch.Tensor, got NoneType"
+    ):
         fastppo.compute_advantages(*inputs, reduce_moments=in_place)
-    with pytest.raises(ValueError, match=r"what reduce_moments returns must have shape \[3\]"):
+    with pytest.raises(ValueError, match=r"result of reduce_moments must have shape \[3\]"):
         fastppo.compute_advantages(*inputs, reduce_moments=lambda moments: moments[:2])
     alone = fastppo.compute_advantages(*inputs)
     shared = fastppo.compute_advantages(

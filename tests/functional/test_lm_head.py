@@ -119,7 +119,7 @@ def test_a_head_that_is_trained_whole_is_the_active_copy() -> None:
     [
         ({"lora_dropout": 0.5}, r"has dropout 0\.5 in training.*: set lora_dropout=0, or pass"),
         ({"use_dora": True, "lora_dropout": 0.5}, r"has dropout 0\.5 in training"),
-        ({"lora_bias": True}, "has a bias of its own.*: set lora_bias=False, or pass"),
+        ({"lora_bias": True}, "has its own bias.*: set lora_bias=False, or pass"),
         (
             {"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"},
             "must be plain LoRA or DoRA, got ALoraLinearVariant: ",

@@ -77,7 +77,7 @@ def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
         ({"softmax": (1.0, None, 1.0, None)}, "expected Softmax, got tuple"),
         ({"softmax": None}, "expected Softmax, got NoneType"),
         ({"ref_projection": (1, 2)}, "expected Projection or None, got tuple"),
-        ({"other": 1}, "linear_token_stats expected the operands projection, tokens, softmax, "),
+        ({"other": 1}, "linear_token_stats expects the operands projection, tokens, softmax, "),
     ],
     ids=str,
 )
