@@ -171,7 +171,7 @@ def test_a_reduction_that_returns_nothing_is_refused_and_one_that_returns_is_use
         moments.mul_(2)
 
     with pytest.raises(
-        TypeError, match="result of reduce_moments must be a torch.Tensor, got NoneType"
+        TypeError, match=r"result of reduce_moments must be a torch\.Tensor, got NoneType"
     ):
         fastppo.compute_advantages(*inputs, reduce_moments=in_place)
     with pytest.raises(ValueError, match=r"result of reduce_moments must have shape \[3\]"):
