@@ -2,8 +2,8 @@
 `export`, `generate`, `demo`, `recipe`, `init`, `report` and `bench`.
 
 A command with options has one flag per field of its option class, under the class's sections, and
-`--config FILE`, a YAML file of the same names. What a command needs is imported once it runs, and
-what it reads is checked before that (`fastppo.inputs`).
+`--config FILE`, a YAML file of the same names. A command is imported when it runs; options are
+checked before that.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class Command:
     """`module:class` of its options, which is imported only for this command."""
     required: tuple[str, ...] = ()
     """Options that have to be given."""
-    inputs: str = ""
-    """The function of `fastppo.inputs` that checks what they name."""
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Its flags that are in no config file, with argparse's keywords."""
     usage: str | None = None
@@ -228,7 +226,6 @@ def init(out: str = ".", model: str = "my-sft-model", prompts: str = "prompts.js
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
     options="fastppo.stages.options:SFTConfig",
     required=("model", "data"),
-    inputs="check_sft",
 )
 def sft(config: Any) -> None:
     from fastppo.run.progress import say
@@ -249,7 +246,6 @@ def sft(config: Any) -> None:
     description="fastppo reward --model runs/sft --data preferences.jsonl",
     options="fastppo.stages.options:RewardModelConfig",
     required=("model", "data"),
-    inputs="check_stage",
 )
 def reward(config: Any) -> None:
     from fastppo.run.progress import say
@@ -278,7 +274,6 @@ def reward(config: Any) -> None:
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
-    inputs="check_train",
 )
 def train(config: Any) -> None:
     from fastppo.ppo.setup.build import world_of
@@ -299,21 +294,21 @@ def train(config: Any) -> None:
     description="fastppo check --config run.yaml",
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model", "prompts", "rewards"),
-    inputs="check_train",
 )
 def check(config: Any) -> None:
     from rich.console import Console
 
-    from fastppo.ppo.setup.preflight import preflight, show
+    from fastppo.ppo.setup.preflight import Given, preflight
+    from fastppo.ppo.setup.summary import show
 
-    show(config, preflight(config), Console())
+    _quiet_libraries()
+    show(config, preflight(config, Given()), Console())
 
 
 @Command(
     help="Write the policy of a checkpoint, as transformers reads it",
     description="Writes the policy of a checkpoint with its tokenizer into a new directory, which "
     "transformers, vLLM and every --model here load.",
-    inputs="check_export",
     flags={
         "checkpoint": {"metavar": "CHECKPOINT", "help": "say runs/ppo/checkpoint-000050"},
         "out": {"metavar": "OUT", "help": "directory of the policy"},
@@ -321,6 +316,8 @@ def check(config: Any) -> None:
     },
 )
 def export(checkpoint: str, out: str, device: str = "auto") -> None:
+    if not Path(checkpoint).is_dir():
+        raise ValueError(f"{checkpoint} is no checkpoint: expected RUN/checkpoint-NUMBER")
     from fastppo.ppo.checkpoints import export_checkpoint
 
     _quiet_libraries()
@@ -333,7 +330,6 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
     description="fastppo plan --config run.yaml --processes 8 --memory 80",
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model",),
-    inputs="check_plan",
     flags={
         "--memory": {
             "type": float,
@@ -371,7 +367,6 @@ def plan(
     description="fastppo generate --models runs/sft runs/ppo/policy --prompts prompts.jsonl",
     options="fastppo.generate_options:GenerateConfig",
     required=("models",),
-    inputs="check_generate",
 )
 def generate(config: Any) -> None:
     from rich.console import Console
@@ -387,13 +382,14 @@ def generate(config: Any) -> None:
     help="Rebuild the HTML report of a run",
     description="Rebuilds report.html from the records of a run directory. Several runs are "
     "compared in TensorBoard: tensorboard --logdir runs",
-    inputs="check_report",
     flags={
         "run": {"metavar": "RUN", "help": "run directory, say runs/ppo"},
         "--output": {"metavar": "FILE", "help": "the page (default: report.html in the run)"},
     },
 )
 def report(run: str, output: str | None = None) -> None:
+    if not Path(run).is_dir():
+        raise ValueError(f"{run}: there is no such directory; expected that of a run")
     from fastppo.run.report.report import write_report
 
     print(write_report(run, output))
@@ -566,18 +562,17 @@ def _parse(arguments: list[str]) -> Parsed:
     return Parsed(command, config, flags, file)
 
 
-def _check_inputs(parsed: Parsed) -> None:
-    """Checks what the options name, before what takes seconds to import.
+def _check_paths(parsed: Parsed) -> None:
+    """Check that the paths in the options exist, before torch is imported.
 
     Raises:
-        ValueError: says which is not there, or does not fit; of a path in a YAML file, which is
-            relative to the working directory, whether it is there beside the file.
+        ValueError: one does not; the message says if it exists beside the YAML file that names it.
     """
-    from fastppo import inputs
     from fastppo.data.files import MissingPathError
+    from fastppo.run.paths import check_paths
 
     try:
-        getattr(inputs, parsed.command.inputs)(parsed.options, **parsed.flags)
+        check_paths(parsed.options)
     except MissingPathError as error:
         beside = Path(parsed.config_file or "").parent / error.path
         if parsed.config_file is None or not error.path or not beside.exists():
@@ -662,8 +657,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         with stopping_at_once():
             parsed = _parse(arguments)
-            if parsed.command.inputs:
-                _check_inputs(parsed)
+            if parsed.command.options:
+                _check_paths(parsed)
             with lasting_console():
                 return _run(parsed)
     except KeyboardInterrupt as stopped:

@@ -25,8 +25,13 @@ from fastppo.environments.turns import POLICY, OneTurn, Turns
 from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.models.device import choose_device
-from fastppo.models.names import is_checkpoint
-from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
+from fastppo.models.pretrained import (
+    is_checkpoint,
+    load_causal_lm,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+)
 from fastppo.models.trunk import context_length
 from fastppo.ppo.checkpoints import policy_of
 from fastppo.rewards.addresses import load_prompts
@@ -78,11 +83,12 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
     environment = load_environment(config.environment)
+    rewards = make_terms(config.rewards, device=device, batch_size=BATCH_SIZE)
     policies = [
         _complete(name, directory, rows, config=config, device=device, environment=environment)
         for name, directory in zip(short_names(config.models), config.models, strict=True)
     ]
-    for term in make_terms(config.rewards, device=device, batch_size=BATCH_SIZE):
+    for term in rewards:
         for policy in policies:
             policy.rewards[term.name] = _score(term, rows, policy, config)
     return rows, policies

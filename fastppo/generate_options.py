@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastppo.ppo.options.rollout import TurnOptions, check_stop_strings
+from fastppo.ppo.options.rewards import TurnOptions
+from fastppo.ppo.options.rollout import check_stop_strings
 from fastppo.run.options import option
 
 

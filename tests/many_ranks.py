@@ -131,11 +131,6 @@ def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[st
     return results
 
 
-def weigh(prompts: list[Any]) -> list[float]:
-    """Weights of prompts."""
-    return [1.0 + row % 3 for row in range(len(prompts))]
-
-
 def fails(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
     """A reward that is out on the second process."""
     if distributed.get_rank() == 1:

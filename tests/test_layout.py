@@ -37,7 +37,13 @@ def test_fastppo_imports_without_triton() -> None:
 
 def test_options_and_inputs_are_read_without_torch() -> None:
     """It takes seconds to import, and a misspelt option should not wait."""
-    modules = ("ppo.options.config", "stages.options", "generate_options", "inputs", "run.signals")
+    modules = (
+        "ppo.options.config",
+        "stages.options",
+        "generate_options",
+        "run.paths",
+        "run.signals",
+    )
     imports = "; ".join(f"import fastppo.{module}" for module in modules)
     loaded = loaded_after(imports)
     assert "fastppo.ppo.options.config" in loaded

@@ -13,8 +13,7 @@ import tiny
 from command_line import Folder
 from processes import torchrun
 
-from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.processes import check_processes
+from fastppo.ppo.options.config import PPOConfig, check_processes
 
 WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -27,7 +26,6 @@ TURNS: dict[str, Any] = {
     "advantage": "turn_gae",
 }
 CURRICULUM: dict[str, Any] = {
-    "prompt_weights": "many_ranks:weigh",
     "solved_reward": 0.125,
     "iterations": 3,
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastppo.data import fingerprint
-from fastppo.data.chat import check_prompt, encode_prompt
+from fastppo.data.chat import encode_prompt
 from fastppo.data.rows import DataError, Rows, check_prompt_column, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -41,17 +41,6 @@ class Prompts:
             [self.token_ids[i] for i in rows],
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
-
-
-def check_prompts(rows: Rows, column: str, source: str) -> None:
-    """Check rows without a tokenizer.
-
-    Raises:
-        DataError: a prompt is missing, empty or of another type; a column has a reserved name.
-    """
-    check_columns(rows, column, source)
-    for number, row in enumerate(rows, 1):
-        check_prompt(row.get(column), f"{source}, row {number}")
 
 
 def check_columns(rows: Rows, column: str, source: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,20 +163,11 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def visited(
-    count: int, start: int, seed: int, key: Callable[[int], float] | None = None
-) -> Iterator[int]:
-    """Yield rows from position `start` of an endless sequence of shuffled epochs.
-
-    Args:
-        key: sorts each epoch, smallest first; rows with equal keys stay shuffled.
-    """
+def visited(count: int, start: int, seed: int) -> Iterator[int]:
+    """Yield rows from position `start` of an endless sequence of shuffled epochs."""
     epoch, offset = divmod(start, count)
     while True:
-        order = shuffled(count, seed, epoch)
-        if key is not None:
-            order.sort(key=key)
-        yield from order[offset:]
+        yield from shuffled(count, seed, epoch)[offset:]
         epoch += 1
         offset = 0
 

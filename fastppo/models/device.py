@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from fastppo.functional.scalars import counted
-from fastppo.models.names import check_device_name
+from fastppo.functional.scalars import counted, describe
+
+DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
+"""`auto`, and torch's names of the devices that FastPPO computes on."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -21,7 +24,8 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: this machine has no such device.
     """
-    check_device_name(name)
+    if DEVICE_NAME.fullmatch(name) is None:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {describe(name)}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")

@@ -18,13 +18,16 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fastppo.data.files import MissingPathError
+from fastppo.data.rows import is_missing_path
 from fastppo.functional.scalars import describe
-from fastppo.models.kinds import check_attention, check_causal_lm, is_a
-from fastppo.models.names import check_model_name, check_tokenizer_files
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""A directory with a tokenizer has at least one of these."""
 
 
 def model_config(name: str, what: str = "model") -> Any:
-    """The config of a directory or hub name.
+    """Return the config of a directory or hub name.
 
     Args:
         what: the option that names it, for the message.
@@ -32,8 +35,11 @@ def model_config(name: str, what: str = "model") -> Any:
     Raises:
         ValueError: there is no model of that name.
     """
-    check_model_name(name, what)
     path = Path(name)
+    if is_missing_path(name):
+        raise MissingPathError(f"{what} {name}: there is no such directory", name)
+    if path.exists():
+        _check_model_directory(path, f"{what} {name}")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -53,6 +59,35 @@ def model_config(name: str, what: str = "model") -> Any:
             f"got {context!r}"
         )
     return config
+
+
+def _check_model_directory(path: Path, which: str) -> None:
+    """Raise ValueError unless a directory holds a whole model; name the model of a run.
+
+    Args:
+        which: option and name, for the message.
+    """
+    if path.is_file():
+        raise ValueError(f"{which} is a file; expected a directory of save_pretrained")
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{which} holds a PEFT adapter; merge it first (merge_and_unload) and save the whole "
+            "model"
+        )
+    if (path / "config.json").exists():
+        return
+    if (path / "policy" / "config.json").exists():
+        raise ValueError(f"{which} is the directory of a run; its policy is {path / 'policy'}")
+    if is_checkpoint(path):
+        out = path.with_name(path.name.replace("checkpoint", "policy"))
+        raise ValueError(f"{which} is a checkpoint; export its policy: fastppo export {path} {out}")
+    raise ValueError(f"{which}: no config.json there; expected what save_pretrained writes")
+
+
+def is_checkpoint(name: str | Path) -> bool:
+    """Return whether a directory is a checkpoint of a PPO run."""
+    path = Path(name)
+    return path.name.startswith("checkpoint-") and (path / "manifest.json").is_file()
 
 
 GENERATION = "generation_config.json"
@@ -76,8 +111,8 @@ def _sentence(error: Exception) -> str:
 
 
 def is_sequence_classifier(config: Any) -> bool:
-    """Whether a config is of a sequence-classification model, as reward models are."""
-    return is_a(config.to_dict(), "ForSequenceClassification")
+    """Return whether a config is that of a sequence classifier, as reward models are."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def load_whole(
@@ -135,7 +170,12 @@ def _some(names: list[str]) -> str:
 def load_tokenizer(name: str, what: str = "model") -> Any:
     """The tokenizer of a directory or hub name; raises ValueError if there is none."""
     model_config(name, what)  # a wrong name is not a missing tokenizer
-    check_tokenizer_files(name, what)
+    path = Path(name)
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ValueError(
+            f"{what} {name}: no tokenizer is there; save it beside the model by "
+            f"tokenizer.save_pretrained({name!r})"
+        )
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the tokenizers' own have no kind but this
@@ -188,14 +228,22 @@ def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
         installed = importlib.util.find_spec("flash_attn") is not None
         usable = installed and torch.cuda.is_available() and dtype != torch.float32
         return "flash_attention_2" if usable else None
-    check_attention(choice, str(dtype).removeprefix("torch."))
+    if choice.startswith("flash") and dtype == torch.float32:
+        raise ValueError(f"attn_implementation={choice} needs param_dtype=bfloat16, got float32")
     return choice
 
 
 def causal_lm_config(name: str, what: str = "model") -> Any:
     """The config of a directory or hub name that is of a causal LM; raises ValueError if not."""
     config = model_config(name, what)
-    check_causal_lm(config.to_dict(), name, what)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{what} {name} is an encoder–decoder ({config.model_type}); expected a causal LM"
+        )
+    # A classifier with tied embeddings has every weight of a causal LM, so loading would succeed.
+    for kind in config.architectures or ():
+        if kind.endswith(("ForSequenceClassification", "ForTokenClassification")):
+            raise ValueError(f"{what} {name} is a {kind}; expected a causal LM")
     return config
 
 

@@ -60,11 +60,6 @@ class ReferencePolicy:
             if not is_empty(policy):  # a model without weights is on no device
                 self.frozen.to(policy.device)
 
-    @property
-    def context(self) -> int | None:
-        """The longest sequence that it takes, tokens, if its config says."""
-        return (self.frozen or self.policy).context
-
     @contextmanager
     def loaded(self) -> Iterator[LanguageModel]:
         """The model that gives the reference's logprobs, for the time of the block."""

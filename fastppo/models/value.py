@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
-from fastppo.models.kinds import check_critic
 from fastppo.models.trunk import states_at
 
 ATTENTION = {"self_attn", "attn", "attention"}
@@ -137,9 +136,12 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
     score: Any = getattr(model, "score", None)
-    is_decoder = score is not None
     labels = model.config.num_labels
-    check_critic(name, type(model).__name__, labels=labels, is_decoder=is_decoder)
+    if score is None or labels != 1:
+        raise ValueError(
+            f"critic_model {name}: expected a decoder with one label, got {type(model).__name__} "
+            f"with {labels}"
+        )
     critic = CriticValue(model.base_model, score.weight.shape[1])
     with torch.no_grad():
         critic.head.weight.copy_(score.weight)

@@ -101,7 +101,7 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
     if fingerprint.of_model(causal_lm) != model:
         raise ValueError(f"{path}: model {config.model} has changed since the run started")
     tokenizer = load_tokenizer(config.model)
-    policy = make_policy(causal_lm, tokenizer, config, loader)
+    policy = make_policy(causal_lm, config, loader)
     checkpoint.load_policy(path, policy)
     return policy, tokenizer
 

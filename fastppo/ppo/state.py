@@ -15,7 +15,8 @@ from typing import Any
 from fastppo.functional.scalars import counted
 from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
-from fastppo.ppo.options.config import WARNINGS, PPOConfig
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.run import WARNINGS
 from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold

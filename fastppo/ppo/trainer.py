@@ -64,6 +64,7 @@ from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory
 from fastppo.ppo.reporter import Reporter
 from fastppo.ppo.setup.build import build, world_of
+from fastppo.ppo.setup.preflight import Given
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
 from fastppo.ppo.value_regression import ValueRegression
@@ -137,8 +138,7 @@ class PPOTrainer:
         self.reporter = Reporter(console_of_first(self.world, console))
         self.say = self.reporter.say
         with explain_out_of_memory("loading", config):
-            components = build(
-                config,
+            given = Given(
                 model=model,
                 tokenizer=tokenizer,
                 prompts=prompts,
@@ -147,9 +147,8 @@ class PPOTrainer:
                 reference=reference,
                 environment=environment,
                 engine=engine,
-                say=self.say,
-                world=self.world,
             )
+            components = build(config, given, say=self.say, world=self.world)
         self.reporter.notes += components.notes
         self.device = components.device
         self.context = components.context

@@ -19,8 +19,8 @@ from fastppo.models.device import device_name
 from fastppo.ppo.curriculum import Chosen
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
-from fastppo.ppo.setup.banner import banner
 from fastppo.ppo.setup.checks import self_check
+from fastppo.ppo.setup.summary import banner
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console

@@ -13,7 +13,6 @@ from fastppo.data.chat import render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError
 from fastppo.functional.scalars import describe
-from fastppo.models.kinds import check_reward_model
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
 
@@ -35,8 +34,7 @@ class RewardModel:
         self, name: str, *, device: torch.device | str = "cpu", batch_size: int = BATCH_SIZE
     ) -> None:
         self.__name__ = Path(name).name
-        config = model_config(name, "reward")
-        check_reward_model(config.to_dict() | {"num_labels": config.num_labels}, name)
+        check_reward_model(name)
         model, _ = load_whole(
             AutoModelForSequenceClassification, name, "reward", dtype=torch.float32
         )
@@ -68,6 +66,17 @@ class RewardModel:
         ids = batch["input_ids"].to(self.model.device)
         mask = batch["attention_mask"].to(self.model.device)
         return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
+
+
+def check_reward_model(name: str) -> None:
+    """Raise ValueError unless a directory or hub name is a sequence classifier with one label."""
+    config = model_config(name, "reward")
+    if config.num_labels != 1:
+        kind = ", ".join(config.architectures or ["model"])
+        raise ValueError(
+            f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
+            "classifier with 1"
+        )
 
 
 def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[int]:

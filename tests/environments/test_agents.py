@@ -24,7 +24,6 @@ from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
-from fastppo.inputs import check_environment
 from fastppo.models.policy import LanguageModel
 from fastppo.ppo.setup.build import check_port
 from fastppo.rewards.calling import CallOptions
@@ -394,10 +393,6 @@ def test_an_agent_that_needs_a_column_which_is_not_there_is_refused_before_the_r
     tmp_path: Path,
 ) -> None:
     sentence = r"agent takes .*: missing a required argument: 'name'; .*api_key, prompt, answer$"
-    source = tmp_path / "prompts.jsonl"
-    source.write_text('{"prompt": "w5", "answer": "w6"}')
-    with pytest.raises(ValueError, match=sentence):
-        check_environment(f"{AGENTS}:listen", [str(source)], "prompt")
     with pytest.raises(ValueError, match=sentence):
         make_trainer(
             tmp_path,

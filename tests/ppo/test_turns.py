@@ -16,7 +16,7 @@ from fastppo.data.microbatches import split
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.banner import banner
+from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores

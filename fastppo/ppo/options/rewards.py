@@ -1,4 +1,4 @@
-"""Options of the rewards."""
+"""Options of rewards and environments."""
 
 from __future__ import annotations
 
@@ -19,31 +19,43 @@ class RewardOptions(Options):
         "https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
-        None, "One weight per reward, the ensemble's last; none given means 1"
+        None, "One weight per reward, the ensemble's last; default: 1 each"
     )
     monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
     reward_timeout: float | None = option(
         None,
-        "Longest wait for a reward, seconds; none given waits for a function, and 60 s for a URL. "
-        "A function is then called in a thread, which goes on after the time is up",
+        "Time limit of a reward, seconds; default: none for a function, 60 for a URL. A function "
+        "with a limit is called in a thread, which keeps running after a timeout",
         above=0,
     )
     missing_eos_penalty: float | None = option(
         None,
-        "Subtracted from the score of a response that was cut off: at max_new_tokens, or with its "
-        "turns or the context used up; reward units",
+        "Subtracted from the score of a truncated response, in reward units",
         minimum=0,
     )
     score_normalization: Literal["none", "running", "batch"] = option(
         "none",
-        "running: divide scores by the running deviation of all so far; batch: whiten each batch",
+        "running: divide scores by their running standard deviation; batch: whiten each batch",
     )
     score_clip: float | None = option(
-        None, "Clamp scores to ±this, after normalisation, reward units", above=0
+        None, "Clamp scores to ±this after normalisation, in reward units", above=0
     )
     reward_ensemble: Sequence[str] = option(
-        [], "Reward models that are combined into one reward, by the name of ensemble"
+        [], "Reward models to combine into one reward, named `ensemble`"
     )
     reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
-        "mean", "mean, minimum, or lcb: mean − deviation"
+        "mean", "mean, minimum, or lcb: mean − standard deviation"
     )
+
+
+@dataclass(kw_only=True, frozen=True)
+class TurnOptions(Options):
+    """Turns."""
+
+    environment: str = option(
+        "",
+        "Environment of multi-turn responses: file.py:Name, module:Name (a class with `step`, or "
+        "with tools), an agent chat:file.py:name, or an address such as "
+        "openenv:http://localhost:8000",
+    )
+    max_turns: int = option(8, "Most turns of a response, of max_new_tokens each", minimum=1)

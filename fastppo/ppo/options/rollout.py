@@ -1,4 +1,4 @@
-"""Options of the rollout: how responses are generated."""
+"""Options of the rollout: generation, and what corrects for the sampler's distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastppo.run.options import Options, option
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
-    """Raises ValueError for a string that is in every text."""
+    """Raise ValueError for an empty string, which is in every text."""
     if "" in strings:
         raise ValueError("stop_strings holds an empty string, which every text contains")
 
@@ -21,27 +21,28 @@ class RolloutOptions(Options):
 
     rollout: Literal["decoder", "generate", "vllm", "server"] = option(
         "decoder",
-        "What draws the responses: FastPPO's decoder, Hugging Face generate, vLLM in the process, "
-        "or vLLM's servers at rollout_urls",
+        "Sampler: FastPPO's decoder, Hugging Face generate, vLLM in this process, or vLLM servers "
+        "at rollout_urls",
     )
     rollout_urls: Sequence[str] = option([], "Servers of rollout=server, such as http://host:8000")
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
-        1, "Responses to each prompt, of the rollout_batch_size", minimum=1
+        1, "Responses to each prompt; rollout_batch_size counts them all", minimum=1
     )
     generate_batch_size: int | None = option(
-        None, "Sequences generated at once; none given means the whole rollout batch", minimum=1
+        None, "Sequences generated at once; default: the whole rollout batch", minimum=1
     )
     max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
-    temperature: float = option(1.0, "Sampling temperature, the loss's too", above=0)
-    top_k: int = option(
-        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
-    )
+    temperature: float = option(1.0, "Temperature of sampling and of the loss", above=0)
+    top_k: int = option(0, "Sample from the k most likely tokens, tokens; 0: all", minimum=0)
     top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
+        1.0,
+        "Sample from the smallest set of tokens with this probability; 1: all",
+        above=0,
+        maximum=1,
     )
     stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a response; none given means the model's EOS tokens", minimum=0
+        None, "Tokens that end a response; default: the model's EOS tokens", minimum=0
     )
     stop_strings: Sequence[str] = option(
         [], "Texts that end a response, at the token that completes one"
@@ -50,25 +51,25 @@ class RolloutOptions(Options):
         0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
     )
     vllm_tensor_parallel_size: int = option(
-        1, "Neighbouring processes that share each layer of one vLLM", minimum=1
+        1, "Neighbouring processes that share one vLLM by tensor parallelism", minimum=1
     )
     async_steps: int = option(
         0,
-        "1: the next batch is drawn during the update on this one, with the weights before it",
+        "1: generate the next batch during the update, with the weights before it",
         minimum=0,
         maximum=1,
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
-        "Old logprobs and values: the sampler's own (values where it has them), or recomputed by "
-        "the learner; auto: the sampler's where both compute the same weights in fp32",
+        "Source of old logprobs and values: the sampler, or a forward pass; auto: the sampler "
+        "where both compute with the same weights in fp32",
     )
     importance_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = option(
         "token_truncate",
-        "The importance weight that corrects for the sampler's distribution: each token's or the "
-        "whole response's; beyond its bounds it is moved to them (truncate), or 0 (mask)",
+        "Importance weight against the sampler's distribution, per token or per response; beyond "
+        "its bounds it is clamped (truncate) or set to 0 (mask)",
     )
     importance_cap: float | None = option(
         2.0,
@@ -77,23 +78,10 @@ class RolloutOptions(Options):
         above=0,
     )
     importance_floor: float | None = option(
-        None, "Lower bound of the importance weight; none given means 0", above=0
+        None, "Lower bound of the importance weight; default: 0", above=0
     )
 
     @property
     def holds_cache(self) -> bool:
-        """Whether responses are drawn in the process itself, with a KV cache of its own."""
+        """Whether this process holds a KV cache of its own for the rollout."""
         return self.rollout in ("decoder", "generate")
-
-
-@dataclass(kw_only=True, frozen=True)
-class TurnOptions(Options):
-    """Turns."""
-
-    environment: str = option(
-        "",
-        "What answers the policy's turns and pays them: file.py:Name, module:Name (a class with "
-        "`step`, or with tools), an agent chat:file.py:name, or an address such as "
-        "openenv:http://localhost:8000",
-    )
-    max_turns: int = option(8, "Turns of a response, each of max_new_tokens at most", minimum=1)

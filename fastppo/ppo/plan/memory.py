@@ -152,12 +152,6 @@ def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
     return [loading, *phases] if run.is_sharded else phases, process.notes
 
 
-def least_bytes(run: Run) -> int:
-    """What an update holds before any pass, whatever its microbatches are."""
-    process = Process(run)
-    return sum(process.lasting().values()) + process.gradient_bytes
-
-
 class Process:
     """One process's models without memory, and the phases of its run.
 
@@ -172,7 +166,7 @@ class Process:
         self.notes: list[str] = []
         loader = ShapeLoader(run.config, run.device)
         causal_lm = loader.causal_lm(run.config.model, "model")
-        self.policy = make_policy(causal_lm, None, run.config, loader)
+        self.policy = make_policy(causal_lm, run.config, loader)
         self.dtype = self.policy.compute_dtype or loader.dtype
         reference = make_reference(self.policy, None, run.config, loader)
         self.reference = None if reference is None else reference.frozen
@@ -374,7 +368,7 @@ def room_of(cache: Any) -> int:
 
 
 def cache_bytes(cache: Any, rows: int, tokens: int) -> int:
-    """Bytes that the layers of a cache need for so many tokens of so many sequences."""
+    """Return the bytes of a cache of so many tokens of so many sequences."""
     size = 0
     for layer in cache.layers:
         window = getattr(layer, "sliding_window", None)

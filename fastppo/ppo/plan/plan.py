@@ -1,103 +1,88 @@
-"""`fastppo plan`: whether a run fits into the memory of its devices, and if not, which options make
-it fit.
+"""`fastppo plan`: whether a run fits into the memory of its devices.
 
-What a process holds is counted by `fastppo.ppo.plan.memory`.
+`fastppo.ppo.plan.memory` counts what a process holds.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastppo.models import quantized
+from fastppo.data.shards import shards_of
+from fastppo.functional import scalars
 from fastppo.models.device import choose_device
-from fastppo.models.pretrained import model_config
-from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.plan.memory import Phase, Run, least_bytes, phases_of
-from fastppo.ppo.setup.processes import check_context, check_processes
+from fastppo.models.pretrained import causal_lm_config
+from fastppo.ppo.options.config import PPOConfig, check_processes
+from fastppo.ppo.plan.memory import Phase, Run, phases_of
+from fastppo.ppo.setup.preflight import context_of
 from fastppo.run.progress import say
 
 GB = 1e9
 
-PROCESSES = (2, 4, 8, 16, 32, 64)
-"""Numbers of processes that a plan tries."""
-
-PACKAGES = {
-    "lora_rank": "peft",
-    "quantization": quantized.NEEDED,
-}
-"""What pip has to install for options that a plan may name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """Options with which a run fits."""
-
-    options: dict[str, Any]
-    peak: int
-    """The peak with them, bytes."""
-
-    def __str__(self) -> str:
-        flags = [f"--{name} {_text(value)}" for name, value in self.options.items()]
-        needed = [shlex.quote(PACKAGES[name]) for name in self.options if name in PACKAGES]
-        install = f"; pip install {' '.join(needed)}" if needed else ""
-        return f"{' '.join(flags)}  ({self.peak / GB:.3g} GB{install})"
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each process of a run needs."""
+    """Memory of each process of a run."""
 
     run: Run
     phases: list[Phase]
     """In the order in which a run goes through them."""
     notes: list[str]
-    """Sentences on what is assumed, and on what could not be counted."""
+    """Sentences on assumptions, and on what is not counted."""
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """Phase that needs most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits into the memory; true where no memory was given."""
+        """Whether the peak fits into the memory; True if no memory was given."""
         return self.run.memory is None or self.peak.total <= self.run.memory
 
     @property
-    def verdict(self) -> str:
-        """Whether it fits, in a sentence."""
+    def summary(self) -> str:
+        """Sentence on whether the run fits, and on its largest part."""
         unit, size_of_unit = unit_of(self)
         need = f"{self.peak.total / size_of_unit:.3g} {unit} at its peak, the {self.peak.name}"
-        memory = self.run.memory
-        if memory is None:
-            return f"needs {need}; `fastppo plan --memory GB` says whether that fits"
+        part, size = max(self.peak.parts.items(), key=lambda item: item[1])
+        largest = f"; most of it, {size / size_of_unit:.3g} {unit}, is {part}"
+        if self.run.memory is None:
+            return f"needs {need}{largest}; `fastppo plan --memory GB` says whether that fits"
         fits = "fits" if self.fits else "does not fit"
-        return f"{fits} {memory / GB:g} GB: {need}"
+        return f"{fits} {self.run.memory / GB:g} GB: {need}{largest}"
 
 
 def make_plan(
     config: PPOConfig, prompt_tokens: int, *, memory: float | None = None, processes: int = 1
 ) -> Plan:
-    """What a run with these options needs.
+    """Estimate the memory of a run.
 
     Args:
-        config: a GPU is planned for where there is none too; auto is one if there is one or if a
-            memory is given.
-        prompt_tokens: of every prompt.
-        memory: of each device, GB; by default what is free on a GPU that is there.
-        processes: how many torchrun would start, one for each device.
+        config: device=auto is a GPU if there is one or if `memory` is given; a GPU of device=cuda
+            need not be there.
+        prompt_tokens: length of every prompt.
+        memory: of each device, GB; by default what is free on the GPU.
+        processes: number of processes of torchrun, one per device.
 
     Raises:
-        ValueError: a config cannot be read; sequences are longer than the model's context.
+        ValueError: a model's config cannot be read; sequences are longer than the model's context;
+            an option does not work with so many processes.
     """
+    scalars.at_least("prompt_tokens", prompt_tokens, 1)
+    scalars.at_least("processes", processes, 1)
+    if memory is not None:
+        scalars.at_least("memory", memory, 0, strictly=True)
+    if processes == 1 and config.shard_size not in (None, 1):
+        raise ValueError(
+            f"shard_size={config.shard_size} shards the weights over several processes: give their "
+            "number, --processes"
+        )
+    shards_of(processes, config.shard_size)
+    check_processes(config, processes)
     free = None if memory is None else memory * GB
     wanted = "cuda" if config.device == "auto" and memory is not None else config.device
     if wanted.startswith("cuda") and not torch.cuda.is_available():
@@ -106,9 +91,14 @@ def make_plan(
         device = choose_device(wanted)
         if device.type == "cuda" and memory is None:
             free = float(torch.cuda.mem_get_info(device)[0])
-    context = context_of(config)
+    context = context_of(causal_lm_config(config.model))
+    if context is not None and prompt_tokens + config.max_new_tokens > context:
+        raise ValueError(
+            f"prompts of {prompt_tokens} tokens and responses of {config.max_new_tokens} are "
+            f"longer than the context of {context} tokens: give a smaller --prompt_tokens or "
+            "--max_new_tokens"
+        )
     run = Run(config, device, prompt_tokens, context=context, processes=processes, memory=free)
-    check_context(prompt_tokens, config.max_new_tokens, context)
     phases, notes = phases_of(run)
     sequences = (
         f"{config.rollout_batch_size} sequences of {prompt_tokens} + {run.response_tokens} tokens"
@@ -119,113 +109,17 @@ def make_plan(
             0, f"each of {processes} processes; {run.shards} share one copy of the weights"
         )
     if config.rollout == "vllm" and free is None:
-        notes.append("not counted: vLLM's share of a memory that is not known")
+        notes.append("not counted: vLLM's share of the memory, which is unknown")
     return Plan(run, phases, notes)
 
 
-def context_of(config: PPOConfig) -> int | None:
-    """Tokens that the model takes, if its config says."""
-    text_config = model_config(config.model).get_text_config()
-    return getattr(text_config, "max_position_embeddings", None)
-
-
-# -------------------------------------------------------------------------------- what makes it fit
-
-
-def find_remedies(plan: Plan) -> Iterator[Remedy]:
-    """Options with which a run fits. First the ones that change it least; where these change what
-    is trained, or there are none, also a number of processes in which it fits."""
-    remedy = None
-    for options in smaller_weights(plan.run):
-        remedy = fit(plan.run, options)
-        if remedy is not None:
-            yield remedy
-            break
-    if remedy is not None and not remedy.options.keys() & {"optimizer", "lora_rank"}:
-        return
-    for processes in PROCESSES:
-        more = replace(plan.run, processes=processes)
-        options = {"param_dtype": "bfloat16", **one_copy(more)}
-        remedy = fit(more, options) if processes > plan.run.processes else None
-        if remedy is not None:
-            yield replace(remedy, options={"processes": processes, **remedy.options})
-            return
-
-
-def one_copy(run: Run) -> dict[str, Any]:
-    """The option by which all processes share one copy of the weights, unless they do."""
-    return {} if run.shards == run.processes else {"shard_size": run.processes}
-
-
-def smaller_weights(run: Run) -> list[dict[str, Any]]:
-    """Options that take less memory for the whole run, from the smallest change to the largest."""
-    shards = one_copy(run)
-    adapters = {} if run.config.lora_rank else {"lora_rank": 16}
-    half = {"param_dtype": "bfloat16"}
-    more = [shards, shards | half, shards | adapters]
-    more += [shards | adapters | half, adapters | {"quantization": "nf4"}]
-    return [{}, *filter(None, more)]
-
-
-def smaller_passes(run: Run) -> dict[str, list[Any]]:
-    """Values of options with which a pass takes less memory, the slowest option first, of each the
-    smallest saving first."""
-    config = run.config
-    options: dict[str, list[Any]] = {}
-    if not config.gradient_checkpointing:
-        options["gradient_checkpointing"] = [True]
-    sizes = [size for size in (4, 1) if size < run.microbatch]
-    if sizes and config.microbatch_tokens is None:
-        options["microbatch_size"] = sizes
-    if config.holds_cache and run.generated_at_once > 8:
-        options["generate_batch_size"] = [8]
-    return options
-
-
-def fit(run: Run, options: dict[str, Any]) -> Remedy | None:
-    """The options with as few of `smaller_passes` as are needed to fit; None if all do not."""
-    passes = smaller_passes(run)
-    chosen = options | {name: values[-1] for name, values in passes.items()}
-    peak = fitting_peak(run, chosen)
-    if peak is None:
-        return None
-    for name, values in passes.items():
-        without = {other: value for other, value in chosen.items() if other != name}
-        for milder in (without, *(without | {name: value} for value in values[:-1])):
-            milder_peak = fitting_peak(run, milder)
-            if milder_peak is not None:
-                chosen = milder
-                peak = milder_peak
-                break
-    return Remedy(chosen, peak)
-
-
-def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
-    """Bytes at the peak of a run with other options, if it fits, they go together and the models
-    can be made with what is installed."""
-    memory = run.memory or 0
-    try:
-        run = replace(run, config=replace(run.config, **options))
-        check_processes(run.config, run.processes)
-        if least_bytes(run) > memory:
-            return None
-        phases, _ = phases_of(run)
-    except (ValueError, ImportError):
-        return None
-    peak = max(phase.total for phase in phases)
-    return peak if peak <= memory else None
-
-
-# ---------------------------------------------------------------------------------- what is printed
-
-
 def unit_of(plan: Plan) -> tuple[str, float]:
-    """(name, bytes) of the unit in which a plan is read best."""
+    """Return (name, bytes) of the unit in which a plan is shown."""
     return ("MB", 1e6) if plan.peak.total < GB / 10 else ("GB", GB)
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Prints a plan as a table of parts and phases, whether it fits and what makes it fit."""
+    """Print a table of parts and phases, and whether the run fits."""
     unit, size_of_unit = unit_of(plan)
     table = Table(title=f"{unit} at the peak of each phase", title_justify="left")
     table.add_column("part")
@@ -239,19 +133,5 @@ def show(plan: Plan, console: Console) -> None:
     table.add_section()
     table.add_row("total", *(f"{phase.total / size_of_unit:.3f}" for phase in plan.phases))
     console.print(table)
-    for sentence in (plan.verdict, *plan.notes):
+    for sentence in (plan.summary, *plan.notes):
         say(console, sentence)
-    if plan.fits:
-        return
-    remedy = None
-    for remedy in find_remedies(plan):  # which takes some seconds
-        say(console, f"fits with  {remedy}")
-    if remedy is None:
-        say(console, "no option makes it fit: a smaller model, or devices with more memory")
-    if not plan.run.config.lora_rank and importlib.util.find_spec("peft") is None:
-        say(console, "not tried: --lora_rank, since peft is not installed: pip install peft")
-
-
-def _text(value: Any) -> str:
-    """A value as a flag takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -108,9 +108,6 @@ class ShapeLoader(ModelLoader):
                 model_config(name, option), dtype=self.dtype
             )
 
-    def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
-        """Does nothing: a plan reads no tokenizers."""
-
 
 def materialize(model: nn.Module) -> None:
     """Gives a model on the meta device fake tensors, which count as memory.

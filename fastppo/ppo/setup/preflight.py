@@ -1,252 +1,428 @@
-"""Dry run of a config before any model is loaded: the rows are read, the parameters of rewards and
-environment are compared with the columns, and each function that an option names is called once.
-`fastppo check` does only this and prints what would be run.
+"""Read and check what a run needs, before its models are loaded.
+
+`fastppo check` and `fastppo train` both call `preflight`. It reads the rows, the configs and
+tokenizers of the models, and the functions of rewards and environment; it checks that they fit one
+another, and calls each reward function once on a made-up response. What takes minutes, the weights,
+is loaded afterwards by `fastppo.ppo.setup.build`.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Sequence
-from contextlib import suppress
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import torch
+from transformers import PreTrainedModel
 
+from fastppo.data import fingerprint
 from fastppo.data.chat import check_chat_template
-from fastppo.data.prompts import check_length, check_prompts
-from fastppo.data.rows import Rows, column_names
+from fastppo.data.prompts import Prompts, encode_prompts
+from fastppo.data.rows import Rows, column_names, load_rows
+from fastppo.data.text import PretrainingText
+from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
-from fastppo.functional.scalars import counted
-from fastppo.models.kinds import (
-    check_room,
-    count_tokens,
-    has_chat_template,
-    read_tokenizer,
-)
-from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.prompt_numbers import column_numbers
-from fastppo.ppo.setup.model_files import reward_models, shortest_context
+from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
+from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
 from fastppo.rewards.addresses import load_prompts
-from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.loading import make_terms, match_function
-from fastppo.rewards.reading import (
-    check_agent,
-    check_methods,
-    method_signatures,
-    signature_of,
-)
-from fastppo.rewards.reward import RewardTerm, check_signature, try_reward
+from fastppo.rewards.calling import CallOptions, keywords_for
+from fastppo.rewards.ensemble import RewardEnsemble
+from fastppo.rewards.loading import URL, make_terms, match_function
+from fastppo.rewards.model import check_reward_model
+from fastppo.rewards.reward import Reward, RewardTerm, check_signature, try_reward
+
+AGENT_ARGUMENTS = ("base_url", "api_key", "prompt")
+"""Arguments of an agent besides the columns of its row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptRows:
-    """The rows of the prompts and of the held-out prompts."""
+class Given:
+    """Parts of a run passed to `PPOTrainer` in place of the ones that the options name."""
 
-    prompts: Rows | None
-    held_out: Rows | None
+    model: PreTrainedModel | None = None
+    tokenizer: Any = None
+    prompts: Rows | None = None
+    rewards: Sequence[str | Reward] | None = None
+    monitor_rewards: Sequence[str | Reward] | None = None
+    reference: PreTrainedModel | None = None
+    environment: Callable[[], Any] | None = None
+    engine: Any = None
 
 
-def read_rows(config: PPOConfig, prompts: Rows | None = None) -> PromptRows:
-    """The rows that the config names.
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardTerms:
+    """Rewards of a run."""
+
+    trained: list[RewardTerm]
+    """With their weights, an ensemble last."""
+    monitored: list[RewardTerm]
+    environment: RewardTerm | None
+    """Makes the environments of multi-turn responses."""
+
+    @property
+    def all(self) -> list[RewardTerm]:
+        """Trained and monitored rewards."""
+        return [*self.trained, *self.monitored]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of what is trained on, by option."""
+        fingerprints = {f"rewards/{term.name}": term.fingerprint for term in self.trained}
+        if self.environment is not None:
+            fingerprints["environment"] = self.environment.fingerprint
+        return fingerprints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunInputs:
+    """Tokenizer, prompts and rewards of a run."""
+
+    tokenizer: Any
+    context: int | None
+    """Longest sequence, tokens: the shortest context of policy, reference and critic."""
+    prompts: Prompts | None
+    held_out: Prompts | None
+    """Prompts of evaluations."""
+    pretraining: PretrainingText | None
+    """Text of PPO-ptx."""
+    rewards: RewardTerms
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of what the run reads, by option."""
+        fingerprints = {"tokenizer": fingerprint.of_tokenizer(self.tokenizer)}
+        if self.prompts is not None:
+            fingerprints["prompts"] = self.prompts.fingerprint()
+        if self.pretraining is not None:
+            blocks = self.pretraining.blocks
+            fingerprints["ptx_data"] = fingerprint.of_weights([("blocks", blocks)])
+        return fingerprints | self.rewards.fingerprints
+
+
+def preflight(
+    config: PPOConfig,
+    given: Given,
+    *,
+    device: torch.device | None = None,
+    calls: CallOptions | None = None,
+    world: World | None = None,
+) -> RunInputs:
+    """Read the inputs of a run, and check that they fit one another.
 
     Args:
-        prompts: rows that were handed over.
+        device: reward models are loaded onto it; None checks them without loading their weights.
+        calls: time limit of the rewards, and where warnings about them go.
+        world: the processes; the first one calls the rewards.
 
     Raises:
-        DataError: they cannot be read.
+        ImportError: a package is missing.
+        ValueError: something does not exist, or does not fit the rest.
+        RewardError: a reward fails on the first prompt with a made-up response.
     """
+    prompts = given.prompts
     if prompts is None and config.prompts:
         prompts = load_prompts(config.prompts, config.split)
     held_out = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
-    return PromptRows(prompts, held_out)
+    sources = {config.prompts or "prompts": prompts, config.eval_prompts: held_out}
+    rows = {source: rows for source, rows in sources.items() if rows is not None}
+    policy_context, context = read_contexts(config, given)
+    check_packages(config)
+    tokenizer = given.tokenizer or load_tokenizer(config.model)
+    check_vocabularies(config, tokenizer)
+    room = prompt_room(context, config.max_new_tokens)
+
+    def encode(these: Rows | None, source: str) -> Prompts | None:
+        if these is None:
+            return None
+        return encode_prompts(
+            these, tokenizer, column=config.prompt_column, max_prompt_tokens=room, source=source
+        )
+
+    encoded = encode(prompts, config.prompts or "prompts")
+    encoded_held_out = encode(held_out, config.eval_prompts)
+    check_reward_models(config, given, rows)
+    terms = load_rewards(config, given, device)
+    for source, these in rows.items():
+        check_columns(terms, source, column_names(these, config.prompt_column))
+    if prompts:
+        first = prompts[0]
+        calls = calls or CallOptions(config.reward_timeout)
+        (world or World()).on_main_rank(lambda: try_rewards(config, terms, first, calls))
+    return RunInputs(
+        tokenizer=tokenizer,
+        context=context,
+        prompts=encoded,
+        held_out=encoded_held_out,
+        pretraining=load_pretraining(config, tokenizer, policy_context),
+        rewards=terms,
+    )
 
 
-def check_terms(
-    config: PPOConfig,
-    rewards: Sequence[RewardTerm],
-    environment: RewardTerm | None,
-    rows: PromptRows,
-) -> None:
-    """Checks the prompts, and that rewards and environment can be called with their columns.
+def check_packages(config: PPOConfig) -> None:
+    """Raise ImportError for a package that an option needs and that is not installed."""
+    needed = {
+        "vllm": ("rollout=vllm", config.rollout == "vllm"),
+        "peft": ("lora_rank > 0", config.lora_rank > 0),
+        "bitsandbytes": (f"quantization={config.quantization}", config.quantization != "none"),
+        "wandb": ("report_to=wandb", "wandb" in config.report_to),
+    }
+    for package, (option, is_needed) in needed.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise ImportError(f"{option} needs {package}: pip install {package}")
+
+
+# -------------------------------------------------------------------------------------- the models
+
+
+def read_contexts(config: PPOConfig, given: Given) -> tuple[int | None, int | None]:
+    """Read the models' configs; return (the policy's context, the shortest context), in tokens.
 
     Raises:
-        DataError: a prompt cannot be used; a reward needs a column that is not there.
-        ValueError: one has no room for what it is given.
+        ValueError: a model is not there, or is no causal LM.
     """
-    sources = ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts))
-    for prompts, source in sources:
-        if prompts is None:
-            continue
-        check_prompts(prompts, config.prompt_column, source or "prompts")
-        columns = column_names(prompts, config.prompt_column)
-        for term in rewards:
-            signature = signature_of(term.function)
-            if signature is not None:
-                check_signature(term.name, signature, source or "prompts", columns)
-        if environment is None:
-            continue
-        if isinstance(environment.function, Agent):
-            signature = signature_of(environment.function.play)
-            if signature is not None:
-                check_agent(signature, source or "prompts", columns)
-        check_methods(method_signatures(environment.function), source or "prompts", columns)
+    if given.model is None and not config.model:
+        raise ValueError("model must be a directory or hub name, got nothing")
+    if given.tokenizer is None and not config.model:
+        raise ValueError("a model that is passed in needs its tokenizer passed in too")
+    if given.model is not None and config.quantization != "none":
+        raise ValueError(
+            f"quantization={config.quantization}: a model that is passed in is not quantized"
+        )
+    configs = [causal_lm_config(config.model) if given.model is None else given.model.config]
+    if given.reference is not None:
+        configs.append(given.reference.config)
+    elif config.reference_model:
+        configs.append(causal_lm_config(config.reference_model, "reference_model"))
+    if config.critic_model and not config.critic_model.endswith(".safetensors"):
+        configs.append(model_config(config.critic_model, "critic_model"))
+    contexts = [context_of(each) for each in configs]
+    return contexts[0], min((known for known in contexts if known is not None), default=None)
 
 
-def check_encoding(config: PPOConfig, rows: PromptRows) -> None:
-    """Checks what encoding the prompts would refuse, as far as the files of the models say before
-    one is loaded. Chats are not counted: only their template knows what is made of them.
+def context_of(model_config: Any) -> int | None:
+    """Return the context of a transformers config, tokens; None where it does not say."""
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
+
+
+def prompt_room(context: int | None, max_new_tokens: int) -> int:
+    """Return the tokens that a prompt may have.
 
     Raises:
-        DataError: a prompt is longer than the context has room for, or a chat whose model, or
-            whose reward model, has no chat template.
+        ValueError: a response fills the context.
     """
-    room = check_room(shortest_context(config), config.max_new_tokens)
-    tokenizer = functools.cache(lambda: read_tokenizer(config.model))
-    readers = {"": config.model}
-    readers |= {f"reward {spec}: ": spec for spec in reward_models(config)}
-    without_template = [who for who, name in readers.items() if not has_chat_template(name)]
-    for prompts, source in ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts)):
-        for number, row in enumerate(prompts or (), 1):
-            prompt = row[config.prompt_column]
-            where = f"{source}, row {number}"
-            if not isinstance(prompt, str):
-                for who in without_template:
-                    check_chat_template(False, f"{who}{where}")
-            elif len(prompt.encode()) > room:  # a token is at least a byte
-                check_length(count_tokens(tokenizer(), prompt), room, where)
+    if context is not None and max_new_tokens >= context:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of "
+            f"{context} tokens"
+        )
+    return (context or 2**31) - max_new_tokens
 
 
-def try_terms(
-    config: PPOConfig,
-    rewards: Sequence[RewardTerm],
-    rows: PromptRows,
-    calls: CallOptions,
-    failure_file: Path | None = None,
-) -> None:
-    """Calls each function that an option names once, on the first prompt with a made-up response.
-    Models and URLs, and what was handed over in Python, are not called.
+def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:
+    """Raise ValueError where reference or critic read the policy's tokens as other words."""
+    policy_tokens = tokenizer.get_vocab()
+    for option in ("reference_model", "critic_model"):
+        name = getattr(config, option)
+        if not name or name.endswith(".safetensors"):
+            continue
+        tokens = load_tokenizer(name, option).get_vocab()
+        if tokens != policy_tokens:
+            raise ValueError(
+                f"{option} {name}: its tokenizer has another vocabulary ({len(tokens)} tokens) "
+                f"than the policy's ({len(policy_tokens)}), so it cannot read the policy's tokens"
+            )
+
+
+def load_pretraining(
+    config: PPOConfig, tokenizer: Any, context: int | None
+) -> PretrainingText | None:
+    """Load the text of PPO-ptx.
 
     Args:
-        failure_file: where the sample is written that one fails on.
+        context: of the policy, tokens.
 
     Raises:
-        RewardError: one raised, or returned what cannot be trained on.
+        ValueError: a block is longer than the context.
+        DataError: the rows cannot be used.
     """
-    for term in rewards:
-        if rows.prompts and term.is_named_function:
+    if not config.ptx_data:
+        return None
+    if context is not None and config.ptx_block_size > context:
+        raise ValueError(
+            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
+        )
+    rows = load_rows(config.ptx_data, config.split)
+    return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
+
+
+# ------------------------------------------------------------------------------------- the rewards
+
+
+def names_model(reward: str | Reward) -> TypeGuard[str]:
+    """Return whether a reward is the name of a model, rather than a function or a URL."""
+    return isinstance(reward, str) and not URL.match(reward) and match_function(reward) is None
+
+
+def check_reward_models(config: PPOConfig, given: Given, rows: dict[str, Rows]) -> None:
+    """Check configs and tokenizers of the reward models.
+
+    Raises:
+        ValueError: one is no classifier with one label, or has no tokenizer.
+        DataError: a prompt is a chat, and a reward model has no chat template.
+    """
+    rewards = (
+        *(given.rewards or config.rewards),
+        *config.reward_ensemble,
+        *(given.monitor_rewards or config.monitor_rewards),
+    )
+    for name in rewards:
+        if not names_model(name):
+            continue
+        check_reward_model(name)
+        tokenizer = load_tokenizer(name, "reward")
+        for source, these in rows.items():
+            for number, row in enumerate(these, 1):
+                if not isinstance(row[config.prompt_column], str):
+                    where = f"reward {name}: {source}, row {number}"
+                    check_chat_template(tokenizer.chat_template is not None, where)
+
+
+def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -> RewardTerms:
+    """Load rewards, monitored rewards and the environment.
+
+    Args:
+        device: of reward models; None leaves reward models out.
+
+    Raises:
+        ValueError: one does not exist; options of turns without an environment.
+    """
+
+    def load(rewards: Iterable[str | Reward], weights: Any = None) -> list[RewardTerm]:
+        if device is None:
+            return make_terms([reward for reward in rewards if not names_model(reward)])
+        return make_terms([*rewards], weights, device=device, timeout=config.reward_timeout)
+
+    rewards = given.rewards or config.rewards
+    weights = config.reward_weights
+    ensemble_weight = 1.0
+    if config.reward_ensemble and weights is not None and len(weights) == len(rewards) + 1:
+        ensemble_weight = weights[-1]
+        weights = weights[:-1]
+    trained = load(rewards, weights)
+    if config.reward_ensemble and device is not None:
+        trained.append(load_ensemble(config, ensemble_weight, device))
+    names = [term.name for term in trained]
+    if config.reward_ensemble and "ensemble" in names[: len(rewards)]:
+        raise ValueError(
+            "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
+        )
+    environment = load_environment(given.environment or config.environment)
+    config.have_effect_only("max_turns", where=environment, needs="environment")
+    if environment is not None and config.async_steps:
+        raise ValueError(ASYNC_NEEDS_ONE_TURN)
+    return RewardTerms(
+        trained=trained,
+        monitored=load(given.monitor_rewards or config.monitor_rewards),
+        environment=environment,
+    )
+
+
+def load_ensemble(config: PPOConfig, weight: float, device: torch.device) -> RewardTerm:
+    """Load the models of `reward_ensemble` as one reward."""
+    ensemble = RewardEnsemble(
+        config.reward_ensemble,
+        config.reward_ensemble_by,
+        device=device,
+        timeout=config.reward_timeout,
+    )
+    members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
+    return RewardTerm("ensemble", ensemble, weight, members)
+
+
+def check_columns(terms: RewardTerms, source: str, columns: Sequence[str]) -> None:
+    """Check that rewards and environment can be called with the columns of the prompts.
+
+    Args:
+        source: names the prompts in an error.
+        columns: without the prompt's own.
+
+    Raises:
+        DataError: a reward needs a column that is not there.
+        ValueError: a signature does not fit what it is called with.
+    """
+    for term in terms.all:
+        check_signature(term.name, inspect.signature(term.function), source, columns)
+    if terms.environment is not None:
+        check_environment(terms.environment.function, source, columns)
+
+
+def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
+    """Check that an environment or agent can be called with the columns of the prompts.
+
+    Args:
+        make: makes an environment, or is an `Agent`.
+        source: names the prompts in an error.
+        columns: without the prompt's own.
+
+    Raises:
+        ValueError: a signature does not fit what it is called with.
+    """
+    if isinstance(make, Agent):
+        keywords = (*AGENT_ARGUMENTS, *columns)
+        signature = inspect.signature(make.play)
+        try:
+            signature.bind(**keywords_for(make.play, dict.fromkeys(keywords)))
+        except TypeError as error:
+            raise ValueError(
+                f"environment: the agent takes {signature}: {error}; with the columns of {source} "
+                f"it is given {', '.join(keywords)}"
+            ) from None
+        return
+    calls: dict[str, tuple[Any, list[Any]]] = {getattr(make, "__name__", "it"): (make, [])}
+    if inspect.isclass(make):
+        calls |= {
+            name: (getattr(make, name), [None, ""])  # self, and the prompt or the text
+            for name in ("reset", "step")
+            if inspect.isfunction(getattr(make, name, None))
+        }
+    for name, (function, arguments) in calls.items():
+        signature = inspect.signature(function)
+        named = keywords_for(function, dict.fromkeys(columns)) if name == "reset" else {}
+        try:
+            signature.bind(*arguments, **named)
+        except TypeError as error:
+            raise ValueError(
+                f"environment: {name} takes {signature}: {error}; expected a class without "
+                "arguments that has reset(prompt, **columns) and step(text); the columns of "
+                f"{source} are: {', '.join(columns) or 'none beside the prompt'}"
+            ) from None
+
+
+def try_rewards(
+    config: PPOConfig, terms: RewardTerms, row: dict[str, Any], calls: CallOptions
+) -> None:
+    """Call each reward function that an option names once, on a prompt with a made-up response.
+
+    Models, URLs, and functions passed in Python are not called.
+
+    Raises:
+        RewardError: it raised, or returned what cannot be trained on.
+    """
+    for term in terms.all:
+        if term.is_named_function:
             try_reward(
                 term,
-                rows.prompts[0],
+                row,
                 config.prompt_column,
-                failure_file=failure_file,
+                failure_file=failure_file(config),
                 options=calls,
             )
 
 
-def preflight(config: PPOConfig) -> PromptRows:
-    """Reads the rows, and tries the rewards and the environment; no model is loaded.
-
-    Raises:
-        ValueError, RewardError: as `check_terms` and `try_terms`.
-    """
-    rows = read_rows(config)
-    specs = (*config.rewards, *config.monitor_rewards)
-    rewards = make_terms([spec for spec in specs if match_function(spec)])
-    environment = load_environment(config.environment)
-    config.have_effect_only("max_turns", where=environment, needs="environment")
-    check_terms(config, rewards, environment, rows)
-    check_encoding(config, rows)
-    check_curriculum(config, rows)
-    try_terms(config, rewards, rows, CallOptions(config.reward_timeout))
-    return rows
-
-
-def check_curriculum(config: PPOConfig, rows: PromptRows) -> None:
-    """Raises ValueError where `prompt_order` or `prompt_weights` is a column that is not there, or
-    has no numbers."""
-    names = column_names(rows.prompts or (), config.prompt_column)
-    for option in ("prompt_order", "prompt_weights"):
-        spec = getattr(config, option)
-        if rows.prompts is not None and spec and (spec in names or ":" not in spec):
-            columns = {name: [row.get(name) for row in rows.prompts] for name in names}
-            column_numbers(option, spec, columns)
-
-
-def show(config: PPOConfig, rows: PromptRows, console: Console) -> None:
-    """What would be run."""
-    table = Table.grid(padding=(0, 2))
-    for name, text in _lines(config, rows):
-        table.add_row(name, Text(text, overflow="fold"))
-    console.print(table)
-
-
-def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
-    """(name, text) of each line."""
-    lines = [
-        ("model", f"{config.model}{_architecture(config.model)}"),
-        ("prompts", _data(config.prompts, rows.prompts)),
-    ]
-    if config.eval_prompts:
-        held_out = _data(config.eval_prompts, rows.held_out)
-        lines.append(
-            ("held out", f"{held_out}; every {counted(config.eval_interval, 'iteration')}")
-        )
-    weights = config.reward_weights or [1.0] * len(config.rewards)
-    for spec, weight in zip(config.rewards, weights, strict=False):
-        lines.append(("reward", spec if weight == 1 else f"{weight:g} × {spec}"))
-    if config.reward_ensemble:
-        lines.append(("ensemble", ", ".join(config.reward_ensemble)))
-    lines += [("monitored", spec) for spec in config.monitor_rewards]
-    if config.environment:
-        lines.append(
-            ("environment", f"{config.environment}, {counted(config.max_turns, 'turn')} at most")
-        )
-    asked = counted(config.prompts_per_iteration, "prompt")
-    if 0 < len(rows.prompts or ()) < config.prompts_per_iteration:
-        asked = f"{counted(len(rows.prompts or ()), 'prompt')}, with repetition"
-    responses = config.iterations * config.rollout_batch_size
-    turns = config.max_turns if config.environment else 1
-    longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
-    lines += [
-        (
-            "an iteration",
-            f"{counted(config.rollout_batch_size, 'response')} of {longest} tokens at most to "
-            f"{asked}; {counted(config.steps_per_iteration, 'optimiser step')}",
-        ),
-        (
-            "the run",
-            f"{counted(config.iterations, 'iteration')}, "
-            f"{counted(config.optimizer_steps, 'optimiser step')}, "
-            f"{responses * turns * config.max_new_tokens:,} tokens to draw at most",
-        ),
-        ("written to", config.output_dir),
-    ]
-    default = PPOConfig().to_dict()
-    shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
-    changed = [
-        f"{name}={value}"
-        for name, value in config.to_dict().items()
-        if value != default[name] and name not in shown
-    ]
-    if changed:
-        lines.append(("not by default", ", ".join(changed)))
-    return lines
-
-
-def _architecture(name: str) -> str:
-    """The architecture that the config.json of a directory names; "" of a hub name."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        config = json.loads((Path(name) / "config.json").read_bytes())
-        return f", {config['architectures'][0]}"
-    return ""
-
-
-def _data(source: str, rows: Rows | None) -> str:
-    """A file of prompts, and what is in it."""
-    columns = list(dict.fromkeys(key for row in rows or () for key in row))
-    return f"{source}, {counted(len(rows or ()), 'row')} with {', '.join(columns)}"
+def failure_file(config: PPOConfig) -> Path:
+    """Return where the samples are written that a reward failed on."""
+    return Path(config.output_dir) / "failed_reward.json"

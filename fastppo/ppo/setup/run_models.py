@@ -14,17 +14,15 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from fastppo.models import quantized
 from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
-from fastppo.models.kinds import check_not_quantized, check_same_vocabulary
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     is_sequence_classifier,
     load_causal_lm,
-    load_tokenizer,
     load_whole,
     model_config,
 )
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.trunk import checkpoint_activations, context_length
+from fastppo.models.trunk import checkpoint_activations
 from fastppo.models.value import (
     CriticValue,
     DetachedValue,
@@ -55,7 +53,12 @@ class ModelLoader:
         is_policy = option == "model"
         quantization = self.config.quantization if is_policy else "none"
         if is_policy and quantization == "none":
-            check_not_quantized(model_config(name, option).to_dict(), name)
+            config = model_config(name, option)
+            if getattr(config, "quantization_config", None) is not None:
+                raise ValueError(
+                    f"model {name} is quantized already, which quantization=none does not train; "
+                    "pass its whole weights, and quantization=nf4 with LoRA"
+                )
         settings = None
         if quantization != "none":
             products = compute_dtype(self.config.precision, self.device) or self.dtype
@@ -77,15 +80,8 @@ class ModelLoader:
         model, _ = load_whole(AutoModelForSequenceClassification, name, option, dtype=self.dtype)
         return model.to(self.device)  # type: ignore[arg-type]
 
-    def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
-        """Raises ValueError if a token of the policy's tokenizer means another thing to a model."""
-        model_tokens = load_tokenizer(name, option).get_vocab()
-        check_same_vocabulary(model_tokens, tokenizer.get_vocab(), name, option)
 
-
-def make_policy(
-    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
-) -> ActorCritic:
+def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> ActorCritic:
     """Policy and value function on `causal_lm`, which gets its adapters here.
 
     Raises:
@@ -95,7 +91,7 @@ def make_policy(
     peft = adapters_of(causal_lm, config)
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
-    value_function = make_value_function(causal_lm, tokenizer, config, loader)
+    value_function = make_value_function(causal_lm, config, loader)
     value_function.head.requires_grad_(not config.fits_value_head)
     products = compute_dtype(config.precision, loader.device)
     policy = ActorCritic(causal_lm, peft, value_function, products)
@@ -115,7 +111,7 @@ def make_policy(
 
 
 def make_value_function(
-    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
+    causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader
 ) -> ValueFunction:
     """The value function that `value_model` names.
 
@@ -128,15 +124,13 @@ def make_value_function(
         return SharedValue(trunk, width)
     if config.value_model == "detached":
         return DetachedValue(trunk, width)
-    critic = make_critic(causal_lm, tokenizer, config, loader)
+    critic = make_critic(causal_lm, config, loader)
     if config.critic_frozen == "attention":
         freeze_attention(critic.trunk)
     return critic
 
 
-def make_critic(
-    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
-) -> CriticValue:
+def make_critic(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> CriticValue:
     """A critic that starts as the policy, as an earlier critic of such a policy, or as the model of
     `critic_model`.
 
@@ -148,7 +142,6 @@ def make_critic(
         return critic_of_policy(causal_lm)
     if name.endswith(".safetensors"):
         return critic_of_file(causal_lm, name)
-    loader.check_vocabulary(name, "critic_model", tokenizer)
     if is_sequence_classifier(model_config(name, "critic_model")):
         critic = critic_of_reward_model(loader.classifier(name, "critic_model"), name)
     else:
@@ -178,7 +171,6 @@ def make_reference(
     if model is not None:
         model = model.to(loader.device)  # type: ignore[arg-type]
     elif config.reference_model is not None:
-        loader.check_vocabulary(config.reference_model, "reference_model", tokenizer)
         model = loader.causal_lm(config.reference_model, "reference_model")
     if model is None:
         # The trunk without its adapters costs nothing, so its KL is always logged.
@@ -215,13 +207,3 @@ def check_reference(
             f"soft-cap {head.softcap}, got {ref_head.vocabulary}, {ref_head.logit_scale:g} and "
             f"{ref_head.softcap}. Use k1, k2 or k3"
         )
-
-
-def shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
-    """Tokens that every model of the run takes; None where no config says."""
-    contexts = [policy.context]
-    if reference is not None:
-        contexts.append(reference.context)
-    if isinstance(policy.value_function, CriticValue):
-        contexts.append(context_length(policy.value_function.trunk))
-    return min((context for context in contexts if context is not None), default=None)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fastppo.ppo.options.config import WARNINGS, PPOConfig
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.run import WARNINGS
 from fastppo.run.watch import parse_threshold
 
 K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
@@ -26,7 +27,7 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"rollout": "server"}, "needs rollout_urls"),
         ({"rollout_urls": ["http://a"]}, "rollout_urls has an effect only with rollout=server"),
         ({"rollout": "server", "rollout_urls": ["a:8000"]}, "expected http://host:port, got a"),
-        ({"async_steps": 1, "rollout": "generate"}, "update, which rollout=generate cannot"),
+        ({"async_steps": 1, "rollout": "generate"}, "update, which rollout=generate does not"),
         ({"async_steps": 1, "environment": "e.py:Game"}, "environment must be none"),
         ({"async_steps": 1, "solved_reward": 1.0}, "before the scores that solved_reward needs"),
         ({"objective": "penalty", "kl_loss_coef": 0.1}, "kl_loss_coef must be 0"),
@@ -38,17 +39,17 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
         ({"importance_mode": "token_mask", "importance_cap": None}, "effect only with an import"),
         ({"objective": "penalty", "importance_mode": "sequence_mask"}, "divides by the import"),
-        ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate to bound"),
+        ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate"),
         (K3_BY_RATIO | {"objective": "gspo"}, "needs the ratios of tokens"),
         ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision=fp16 "),
         (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision=fp16 "),
-        ({"quantization": "nf4"}, "freezes the model's matrices, so lora_rank must be > 0"),
+        ({"quantization": "nf4"}, "freezes the model's weights, so lora_rank must be > 0"),
         ({"quantization": "nf4", "lora_rank": 4, "value_model": "critic"}, "value_model shared or"),
-        ({"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"}, "vllm takes whole weights"),
+        ({"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"}, "vllm needs unquantized"),
         ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
         ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
         ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
-        ({"kl_target": 2.0}, "effect only with a kl_controller that moves"),
+        ({"kl_target": 2.0}, "effect only with kl_controller=adaptive or penalty"),
         ({"lam": 0.9, "advantage": "sequence"}, "effect only with advantage=gae"),
         ({"lora_alpha": 16.0}, "effect only with lora_rank > 0"),
         ({"ptx_block_size": 16}, "effect only with ptx_data"),
@@ -79,7 +80,6 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"ptx_data": "x"}, "expected both or neither"),
         ({"reward_ensemble": ["rm"]}, "at least two"),
         ({"advantage": "turn_gae", "lam_alpha": 0.1}, "lam_alpha has an effect only with adv"),
-        ({"prompt_order": "a", "prompt_weights": "b"}, "prompt_order goes through all prompts"),
         ({"eval_interval": 3}, "effect only with eval_prompts"),
         ({"eval_sampling": "both"}, "effect only with eval_prompts"),
         ({"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"}, "expected one of"),

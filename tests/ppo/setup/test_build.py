@@ -14,6 +14,7 @@ from fastppo.data.rows import DataError
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.build import RunComponents, build
+from fastppo.ppo.setup.preflight import Given
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
@@ -34,7 +35,7 @@ def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunCo
         "monitor_rewards",
     )
     handed |= {name: options.pop(name) for name in names if name in options}
-    return build(PPOConfig(**tiny.options(tmp_path, **options)), **handed)
+    return build(PPOConfig(**tiny.options(tmp_path, **options)), Given(**handed))
 
 
 # ----------------------------------------------------------------------------------- what is built
@@ -253,4 +254,4 @@ def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> Non
     kind = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind}))
     with pytest.raises(ValueError, match="is quantized already, which quantization=none does not"):
-        build(PPOConfig(**tiny.options(tmp_path, model=name)))
+        build(PPOConfig(**tiny.options(tmp_path, model=name)), Given())

@@ -1,5 +1,4 @@
-"""Options of the prompts: where they are, which of them an iteration takes, and held-out
-evaluation."""
+"""Options of prompts, curriculum, pretraining text and evaluation."""
 
 from __future__ import annotations
 
@@ -24,27 +23,30 @@ class PromptOptions(Options):
 class CurriculumOptions(Options):
     """Curriculum."""
 
-    prompt_order: str = option(
-        "", "Column of numbers, or file.py:function, by which an epoch is sorted, least first"
-    )
-    prompt_weights: str = option(
-        "", "Column of numbers, or file.py:function, in proportion to which prompts are drawn"
-    )
     solved_reward: float | None = option(
-        None,
-        "Reward that solves a prompt: once its last 8 responses reached it, it is not drawn again",
+        None, "Skip a prompt once its last 8 responses all reached this reward"
     )
+
+
+@dataclass(kw_only=True, frozen=True)
+class PretrainingOptions(Options):
+    """Pretraining text (PPO-ptx)."""
+
+    ptx_coef: float = option(
+        0.0, "γ: weight of the language-model loss on pretraining text", minimum=0
+    )
+    ptx_data: str = option("", "Pretraining text: rows with a `text` column, given like prompts")
+    ptx_batch_size: int = option(8, "Blocks of text per optimiser step, sequences", minimum=1)
+    ptx_block_size: int = option(256, "Length of a block of text, tokens", minimum=2)
 
 
 @dataclass(kw_only=True, frozen=True)
 class EvaluationOptions(Options):
     """Evaluation."""
 
-    eval_prompts: str = option(
-        "", "Prompts that are answered and not learned from, with the columns of prompts"
-    )
+    eval_prompts: str = option("", "Held-out prompts, with the same columns as prompts")
     eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
     eval_sampling: Literal["sampled", "greedy", "both"] = option(
         "sampled",
-        "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
+        "sampled: sample as in training; greedy: take the most likely tokens (eval/greedy/); both",
     )

@@ -1,0 +1,71 @@
+"""Options of policy, reference policy and value function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastppo.run.options import Options, option
+
+
+@dataclass(kw_only=True, frozen=True)
+class PolicyOptions(Options):
+    """Policy."""
+
+    model: str = option(
+        "", "Required. The SFT model, a directory or hub name; policy and reference start from it"
+    )
+    quantization: Literal["none", "nf4"] = option(
+        "none",
+        "Store the frozen weights under LoRA adapters in 4-bit NormalFloat (QLoRA); needs "
+        "bitsandbytes",
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class ReferenceOptions(Options):
+    """Reference policy."""
+
+    reference_model: str | None = option(
+        None, "Model of the KL penalty, a directory or hub name; default: `model`"
+    )
+    reference_refresh: int = option(
+        0, "Replace the reference by the policy every so many iterations; 0: never", minimum=0
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class ValueOptions(Options):
+    """Value function."""
+
+    value_model: Literal["shared", "detached", "critic"] = option(
+        "shared",
+        "shared: a value head that trains the policy's trunk too; detached: a value head that does "
+        "not; critic: a separate model",
+    )
+    critic_model: str | None = option(
+        None,
+        "Initial model of value_model=critic: a reward model, a causal LM, or the "
+        "value_function.safetensors of an earlier critic; default: the policy",
+    )
+    critic_frozen: Literal["none", "attention"] = option(
+        "none", "Frozen part of value_model=critic: nothing, or its attention (SAO)"
+    )
+    value_epochs: int | None = option(
+        None,
+        "Passes of value_model=critic over each batch, ppo_epochs of them with the policy; "
+        "default: ppo_epochs",
+        minimum=1,
+    )
+    value_head: Literal["auto", "closed_form", "gradient"] = option(
+        "auto",
+        "closed_form: ridge regression of the returns after each update; gradient: the optimiser; "
+        "auto: gradient for value_model=critic, else closed_form",
+    )
+    value_warmup_iterations: int = option(
+        0, "First iterations that train the value function only", minimum=0
+    )
+    vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
+    value_clip: float | None = option(
+        None, "Largest change of a value per iteration, in reward units", above=0
+    )

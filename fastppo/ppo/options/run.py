@@ -1,0 +1,53 @@
+"""Options of watching a run, and of the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastppo.run.options import Options, option
+
+WARNINGS = (
+    "kl > 50",
+    "eos_rate < 0.1",
+    "distinct_2 < 0.1",
+    "skipped_steps > 0",
+    "mismatch/outside > 0.1",
+    "reward_std < 0.0001",
+    "advantage_std < 0.0001",
+)
+"""Default thresholds of warnings, far outside the range of a healthy run."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class WatchOptions(Options):
+    """Watching."""
+
+    warn_if: Sequence[str] = option(
+        list(WARNINGS),
+        "Warn at these thresholds, such as 'kl > 50': any logged metric with >, >=, < or <=",
+    )
+    stop_if: Sequence[str] = option([], "Stop the run with a checkpoint at these thresholds")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RunOptions(Options):
+    """Run."""
+
+    output_dir: str = option("runs/ppo", "Run directory")
+    seed: int = option(
+        0, "Seed of sampling, shuffling and initialisation", minimum=0, maximum=2**32 - 1
+    )
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    checkpoint_interval: int = option(
+        50, "Iterations between checkpoints; 0: only at the end", minimum=0
+    )
+    checkpoint_best: str | None = option(
+        None,
+        "Also keep the checkpoint with the best mean of this metric since the previous one: "
+        "`reward` for the highest, `min:kl` for the lowest",
+    )
+    resume: bool = option(False, "Resume from the newest complete checkpoint of output_dir")
+    allow_config_change: bool = option(
+        False, "Resume although options, model, data or rewards have changed"
+    )

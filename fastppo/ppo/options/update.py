@@ -1,0 +1,195 @@
+"""Options of the update: loss, KL, advantages, optimiser, and schedules of coefficients."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fastppo.functional import scalars
+from fastppo.run.options import Options, option
+
+SCHEDULED = (
+    "clip_ratio",
+    "clip_ratio_high",
+    "dual_clip",
+    "value_clip",
+    "entropy_coef",
+    "vf_coef",
+    "kl_coef",
+    "kl_loss_coef",
+    "ptx_coef",
+    "missing_eos_penalty",
+    "early_stop_kl",
+)
+"""Options that `schedules` may change; the learning rate has `lr_schedule`."""
+
+
+class Schedule(NamedTuple):
+    """`name=shape:final`: from the option's value to `final` over the iterations of the run."""
+
+    name: str
+    shape: str
+    final: float
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Parse an entry of `schedules`.
+
+        Raises:
+            ValueError: it has another form; the message names the right one.
+        """
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*:\s*(\S+)\s*", text)
+        if match is None:
+            raise ValueError(
+                f"schedules: expected name=linear:final or name=cosine:final, got {text!r}"
+            )
+        name, shape, last = match.groups()
+        scalars.choice("schedules: the name", name, SCHEDULED)
+        scalars.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
+        try:
+            final = float(last)
+        except ValueError:
+            raise ValueError(f"schedules: {last!r} in {text!r} is not a number") from None
+        return cls(name, shape, final)
+
+    def value(self, start: float, progress: float) -> float:
+        """Return the value at `progress` in [0, 1] of the run."""
+        if self.shape == "constant":
+            return start
+        left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final + (start - self.final) * left
+
+
+@dataclass(kw_only=True, frozen=True)
+class UpdateOptions(Options):
+    """Update."""
+
+    iterations: int = option(100, "PPO iterations: a rollout, then an update", minimum=1)
+    ppo_epochs: int = option(4, "Epochs over each rollout batch", minimum=1)
+    minibatches: int = option(4, "Optimiser steps per epoch", minimum=1)
+    microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
+    microbatch_tokens: int | None = option(
+        None,
+        "Tokens per forward and backward pass, padding included, instead of microbatch_size; a "
+        "longer sequence is a microbatch of its own",
+        minimum=1,
+    )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Concatenate the sequences of a microbatch instead of padding them; auto: on a GPU, if "
+        "both agree on a small batch",
+    )
+    objective: Literal["clip", "penalty", "cispo", "sapo", "gspo", "dis"] = option(
+        "clip",
+        "clip: PPO; penalty: β·KL to the rollout policy with an adaptive β; cispo: the clipped "
+        "ratio weights the logprob; sapo: a soft gate; gspo: the clipped ratio of the response; "
+        "dis: no gradient from tokens outside the clip range",
+    )
+    clip_ratio: float = option(
+        0.2, "ε: the ratio is clipped to [1 − ε, 1 + ε]", minimum=0, maximum=1
+    )
+    clip_ratio_high: float | None = option(
+        None, "ε of the upper bound; default: clip_ratio", minimum=0
+    )
+    dual_clip: float | None = option(None, "c > 1: the loss is at most c·|A| where A < 0")
+    policy_kl_target: float = option(
+        0.01, "Target of objective=penalty: KL to the rollout policy, nats per token", above=0
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "End the update of an iteration when the KL to the rollout policy exceeds this, nats per "
+        "token",
+        above=0,
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss", minimum=0)
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = (
+        option("token-mean", "Reduction of the token losses")
+    )
+    schedules: Sequence[str] = option(
+        [],
+        "Coefficients that change over the run: name=linear:final or name=cosine:final, such as "
+        "entropy_coef=linear:0",
+    )
+    backend: Literal["auto", "triton", "cpu", "torch"] = option("auto", "Kernels of the losses")
+
+
+@dataclass(kw_only=True, frozen=True)
+class KLOptions(Options):
+    """KL to the reference."""
+
+    kl_coef: float = option(0.05, "β: weight of the KL penalty in the reward, per nat", minimum=0)
+    kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
+        "k1", "Estimator of the KL in the reward; full: exact"
+    )
+    kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
+        "fixed",
+        "Controller of β: fixed, adaptive (Ziegler et al. 2019), or penalty (doubling and halving, "
+        "Schulman et al. 2017); β is constant during value_warmup_iterations",
+    )
+    kl_target: float = option(6.0, "Target KL of the controller, nats per sequence", above=0)
+    kl_horizon: float = option(10_000.0, "Horizon of the adaptive β, sequences", above=0)
+    kl_loss_coef: float = option(
+        0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
+    )
+    kl_loss_estimator: Literal["k1", "k2", "k3", "k1_by_ratio", "k3_by_ratio", "full"] = option(
+        "k3",
+        "Estimator of the KL in the loss; by_ratio: weighted by the ratio, unbiased after several "
+        "steps; full: exact, with the reference in the update",
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class AdvantageOptions(Options):
+    """Advantages."""
+
+    gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
+    lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
+    advantage: Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
+        "gae",
+        "gae; turn_gae: GAE over turns; sequence: R − V(prompt) for every token; without a value "
+        "function: reinforce: reward to go; rloo: R − mean of the prompt's other samples; group: "
+        "GRPO's (R − mean)/(std + 1e-4) over the prompt's samples",
+    )
+    lam_alpha: float | None = option(
+        None, "α: λ = 1 − 1/(α·length) for each response, instead of lam", above=0
+    )
+    value_lam: float | None = option(
+        None, "λ of the value function's returns; default: lam", minimum=0, maximum=1
+    )
+    whiten_advantages: Literal["full", "variance", "none"] = option(
+        "full", "full: mean 0 and variance 1; variance: scale only; none"
+    )
+    bootstrap_truncated: bool = option(
+        False, "Bootstrap truncated responses from their last value instead of 0"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class OptimizerOptions(Options):
+    """Optimizer."""
+
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
+    value_learning_rate: float | None = option(
+        None,
+        "Peak learning rate of the value head, or of all of value_model=critic; default: "
+        "learning_rate, ten times that for a critic",
+        minimum=0,
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", "Learning rate after warmup: constant, or decay to 0 over the run"
+    )
+    warmup_steps: int = option(0, "Linear warmup, optimiser steps", minimum=0)
+    optimizer: str = option(
+        "adamw",
+        "adamw, or a class or function over parameter groups: package.module:Name or "
+        "file.py:name, such as torchao.optim:AdamW8bit",
+    )
+    optimizer_options: Mapping[str, Any] | None = option(
+        None, "Keyword arguments of the optimizer, a YAML mapping such as '{eps: 1.0e-6}'"
+    )
+    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
+    adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
+    max_grad_norm: float = option(1.0, "Clip gradients to this norm", above=0)

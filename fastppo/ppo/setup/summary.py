@@ -1,0 +1,125 @@
+"""Describe a run in a few lines: for `fastppo check`, and at the start of `fastppo train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastppo.data.prompts import Prompts
+from fastppo.functional.scalars import counted
+from fastppo.models.device import device_name
+from fastppo.models.pretrained import model_config
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.preflight import RunInputs
+
+
+def show(config: PPOConfig, inputs: RunInputs, console: Console) -> None:
+    """Print what `fastppo train` would run."""
+    table = Table.grid(padding=(0, 2))
+    for name, text in _lines(config, inputs):
+        table.add_row(name, Text(text, overflow="fold"))
+    console.print(table)
+
+
+def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
+    """Return (name, text) of each line."""
+    architecture = ", ".join(model_config(config.model).architectures or ["unknown"])
+    lines = [
+        ("model", f"{config.model}, {architecture}"),
+        ("prompts", _data(config.prompts, inputs.prompts, config.prompt_column)),
+    ]
+    if config.eval_prompts:
+        held_out = _data(config.eval_prompts, inputs.held_out, config.prompt_column)
+        lines.append(
+            ("held out", f"{held_out}; every {counted(config.eval_interval, 'iteration')}")
+        )
+    weights = config.reward_weights or [1.0] * len(config.rewards)
+    for spec, weight in zip(config.rewards, weights, strict=False):
+        lines.append(("reward", spec if weight == 1 else f"{weight:g} × {spec}"))
+    if config.reward_ensemble:
+        lines.append(("ensemble", ", ".join(config.reward_ensemble)))
+    lines += [("monitored", spec) for spec in config.monitor_rewards]
+    if config.environment:
+        lines.append(
+            ("environment", f"{config.environment}, at most {counted(config.max_turns, 'turn')}")
+        )
+    asked = counted(config.prompts_per_iteration, "prompt")
+    count = len(inputs.prompts or ())
+    if 0 < count < config.prompts_per_iteration:
+        asked = f"{counted(count, 'prompt')}, with repetition"
+    responses = config.iterations * config.rollout_batch_size
+    turns = config.max_turns if config.environment else 1
+    longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
+    lines += [
+        (
+            "an iteration",
+            f"{counted(config.rollout_batch_size, 'response')} of at most {longest} tokens to "
+            f"{asked}; {counted(config.steps_per_iteration, 'optimiser step')}",
+        ),
+        (
+            "the run",
+            f"{counted(config.iterations, 'iteration')}, "
+            f"{counted(config.optimizer_steps, 'optimiser step')}, "
+            f"at most {responses * turns * config.max_new_tokens:,} generated tokens",
+        ),
+        ("written to", config.output_dir),
+    ]
+    default = PPOConfig().to_dict()
+    shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
+    changed = [
+        f"{name}={value}"
+        for name, value in config.to_dict().items()
+        if value != default[name] and name not in shown
+    ]
+    if changed:
+        lines.append(("not by default", ", ".join(changed)))
+    return lines
+
+
+def _data(source: str, prompts: Prompts | None, column: str) -> str:
+    """Describe a file of prompts by its rows and columns."""
+    columns = ", ".join([column, *(prompts.columns if prompts else ())])
+    return f"{source}, {counted(len(prompts or ()), 'row')} with {columns}"
+
+
+def banner(trainer: Any) -> list[str]:
+    """Return the lines that a run prints before its first iteration.
+
+    Args:
+        trainer: a `PPOTrainer`.
+    """
+    config = trainer.config
+    parameters = [*trainer.model.parameters()]
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    device = device_name(trainer.device)
+    if trainer.world.size > 1:
+        device = f"{trainer.world.size} processes, each on {device}"
+    name = config.model or type(trainer.model.causal_lm).__name__
+    prompts = f"{len(trainer.prompts)} of {config.prompts or 'those that were passed in'}"
+    if trainer.evaluation.prompts is not None:
+        prompts += f"; {len(trainer.evaluation.prompts)} held out, of {config.eval_prompts}"
+    paid = [term.name for term in trainer.scorer.terms]
+    if trainer.episode_runner.has_rewards:
+        paid.append(f"environment {trainer.episode_runner.name}")
+    rewards = ", ".join(paid)
+    if trainer.scorer.monitors:
+        rewards += "; monitored: " + ", ".join(term.name for term in trainer.scorer.monitors)
+    first = trainer.state.iteration + 1
+    turns = trainer.episode_runner.max_turns
+    longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
+    left = f"iterations {first} to {config.iterations}"
+    responses = counted(config.rollout_batch_size, "response")
+    if first > config.iterations:
+        left = f"all {config.iterations} iterations are done"
+    return [
+        f"device   {device}, precision {config.precision}",
+        f"model    {name}: {count:,} parameters with the value function, {trained:,} trained",
+        f"prompts  {prompts}",
+        f"rewards  {rewards}",
+        f"run      {left}, {responses} of at most {longest} tokens each",
+        f"writes   {config.output_dir}",
+    ]

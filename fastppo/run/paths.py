@@ -1,0 +1,61 @@
+"""Check that paths in the options exist, before torch is imported.
+
+Whether a name that is no path exists on the Hugging Face Hub, and what a file holds, is left to the
+loaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastppo.data.files import MissingPathError
+from fastppo.data.rows import check_source, is_missing_path
+from fastppo.environments.agents import SCHEME
+from fastppo.rewards.addresses import is_address
+from fastppo.rewards.loading import FUNCTION, URL
+from fastppo.run.directory import check_no_run
+from fastppo.run.options import Options
+
+MODELS = ("model", "models", "reference_model", "critic_model")
+DATA = ("prompts", "eval_prompts", "ptx_data", "data", "eval_data")
+CODE = ("rewards", "monitor_rewards", "reward_ensemble", "environment")
+
+
+def check_paths(config: Options) -> None:
+    """Check the paths of models, data, rewards and environment, and the run directory.
+
+    Raises:
+        MissingPathError: a path does not exist.
+        ValueError: the run directory holds another run, or is a file.
+    """
+    options = config.to_dict()
+    for option, name in _named(options, MODELS):
+        is_missing_file = name.endswith(".safetensors") and not Path(name).is_file()
+        if is_missing_file or is_missing_path(name):
+            raise MissingPathError(f"{option} {name}: there is no such file or directory", name)
+    for _, name in _named(options, DATA):
+        if not is_address(name):
+            check_source(name)
+    for option, name in _named(options, CODE):
+        if URL.match(name) or is_address(name):
+            continue
+        option = "environment" if option == "environment" else "reward"
+        match = FUNCTION.match(name.removeprefix(SCHEME).partition("?")[0])
+        if match is None:
+            if is_missing_path(name):
+                raise MissingPathError(f"{option} {name}: there is no such directory", name)
+        elif match["where"].endswith(".py") and not Path(match["where"]).is_file():
+            where = match["where"]
+            raise MissingPathError(f"{option} {name}: there is no file {where}", where)
+    if "resume" in options and not options["resume"]:
+        check_no_run(options["output_dir"])
+
+
+def _named(options: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (option, value) for each value of these options that is set."""
+    for option in names:
+        values = options.get(option) or []
+        for value in values if isinstance(values, list) else [values]:
+            yield option, value

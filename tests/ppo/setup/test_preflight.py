@@ -1,0 +1,140 @@
+"""Preflight reads rows, configs, tokenizers and functions, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.preflight import Given, RunInputs, check_packages, preflight
+from fastppo.rewards.reward import RewardError
+
+CODE = """
+def right(prompts, completions, wanted):
+    return [float(word in text) for word, text in zip(wanted, completions)]
+
+def of_one(completion):
+    return 1.0
+
+def needs_more(prompts, completions, price):
+    return [0.0] * len(prompts)
+
+def returns_one(prompts, completions):
+    return 1.0
+
+class Game:
+    def reset(self, prompt, price): ...
+    def step(self, text): ...
+"""
+CHAT = {"prompt": [{"role": "user", "content": "w1"}], "wanted": "w1"}
+ROWS = {
+    "odd.jsonl": [tiny.PROMPTS[0], {"prompt": 5, "wanted": "w1"}],
+    "chats.jsonl": [tiny.PROMPTS[0], CHAT],
+    "long.jsonl": [{"prompt": "w1 " * 57, "wanted": "w1"}],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, rows and functions."""
+    folder = tmp_path_factory.mktemp("preflight")
+    tiny.saved_model(folder / "sft")
+    tiny.saved_model(folder / "chat", chat=True)
+    tiny.saved_reward_model(folder / "rm")
+    tiny.saved_reward_model(folder / "labels", labels=3)
+
+    def copy(source: str, name: str, without: str = "", **values: object) -> None:
+        shutil.copytree(folder / source, folder / name, ignore=shutil.ignore_patterns(without))
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | values))
+
+    copy("sft", "no-tokenizer", without="tokenizer*")
+    copy("sft", "translator", is_encoder_decoder=True, model_type="t5")
+    copy("sft", "short", max_position_embeddings=8)
+    copy("sft", "damaged")
+    (folder / "damaged" / "config.json").write_text("{")
+    copy("rm", "untold", without="chat_template*")
+    for name, rows in {"prompts.jsonl": tiny.PROMPTS, **ROWS}.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "code.py").write_text(CODE)
+    return folder
+
+
+def _preflight(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> RunInputs:
+    monkeypatch.chdir(folder)
+    chosen: dict[str, Any] = {
+        "model": "sft",
+        "prompts": "prompts.jsonl",
+        "rewards": ["code.py:right"],
+        "max_new_tokens": 8,
+    }
+    return preflight(PPOConfig(**chosen | options), Given())
+
+
+def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sft" / "model.safetensors").write_bytes(b"")  # cannot be loaded
+    inputs = _preflight(folder, monkeypatch, monitor_rewards=["rm"], eval_prompts="prompts.jsonl")
+    assert inputs.context == tiny.CONTEXT
+    for prompts in (inputs.prompts, inputs.held_out):
+        assert prompts is not None
+        assert prompts.token_ids[0] == tiny.tokenizer()(tiny.PROMPTS[0]["prompt"])["input_ids"]
+        assert list(prompts.columns) == ["wanted"]
+    assert [term.name for term in inputs.rewards.all] == ["right"], "models are not loaded"
+    assert inputs.fingerprints.keys() == {"tokenizer", "prompts", "rewards/right"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt_column": "question"}, "prompts.jsonl: no column 'question'; there are prompt"),
+        ({"prompts": "odd.jsonl"}, "odd.jsonl, row 2: expected a prompt that is a string or a li"),
+        ({"eval_prompts": "long.jsonl"}, "long.jsonl, row 1: the prompt has 57 tokens; with"),
+        ({"prompts": "chats.jsonl"}, "chats.jsonl, row 2: chat messages, but the tokenizer has n"),
+        (
+            {"model": "chat", "prompts": "chats.jsonl", "monitor_rewards": ["untold"]},
+            "reward untold: chats.jsonl, row 2: chat messages, but the tokenizer has no",
+        ),
+        ({"model": "no-tokenizer"}, "model no-tokenizer: no tokenizer is there"),
+        ({"model": "rm"}, "model rm is a LlamaForSequenceClassification; expected a causal LM"),
+        ({"model": "translator"}, r"model translator is an encoder–decoder \(t5\)"),
+        ({"model": "damaged"}, "model damaged: .* not a valid JSON"),
+        ({"model": "gtp2"}, "model gtp2: no such directory, and no model of the hub that loads"),
+        ({"reference_model": "short"}, "leaves no room for a prompt in the context of 8 tokens"),
+        ({"rewards": ["sft"]}, "reward sft is a LlamaForCausalLM with 2 labels; expected a seq"),
+        ({"rewards": ["labels"]}, "reward labels is a LlamaForSequenceClassification with 3"),
+        ({"rewards": ["code.py:wright"]}, "no function 'wright' there; it has right, of_one"),
+        ({"rewards": ["code.py:of_one"]}, r"takes \(completion\): too many positional arguments"),
+        ({"rewards": ["code.py:needs_more"]}, "needs the column 'price'; the columns of prompts"),
+        ({"environment": "code.py:Game"}, r"reset takes \(self, prompt, price\): missing a requi"),
+        ({"environment": "code.py:right"}, r"right takes \(prompts, completions, wanted\): missi"),
+        ({"max_turns": 4}, "max_turns has an effect only with environment"),
+        (
+            {"ptx_data": "prompts.jsonl", "ptx_coef": 1, "ptx_block_size": 65},
+            "ptx_block_size=65 is longer than the context of 64 tokens",
+        ),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(
+    options: dict[str, Any], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        _preflight(folder, monkeypatch, **options)
+
+
+def test_a_reward_is_called_once_before_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RewardError, match=r"returned float; expected a list of 1 float.*made-up"):
+        _preflight(folder, monkeypatch, rewards=["code.py:returns_one"], output_dir="refused")
+    assert (folder / "refused" / "failed_reward.json").exists()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="rollout=vllm needs vllm: pip install vllm"):
+        check_packages(PPOConfig(rollout="vllm"))
