@@ -480,9 +480,10 @@ def test_a_run_says_what_it_is_before_its_first_iteration(tmp_path: Path) -> Non
     lines = text[: text.index("PPO 1/2")].splitlines()
     count = sum(p.numel() for p in trainer.model.parameters())
     for line in (
-        f"model    LlamaForCausalLM: {count:,} parameters with its values, {count - 33:,} trained",
+        f"model    LlamaForCausalLM: {count:,} parameters with the value function, "
+        f"{count - 33:,} trained",
         "prompts  24 of those that were passed in",
-        "rewards  count_w7; watched: count_w7",
+        "rewards  count_w7; monitored: count_w7",
         "run      iterations 1 to 2, 16 responses of at most 8 tokens each",
         f"writes   {tmp_path / 'run'}",
     ):
