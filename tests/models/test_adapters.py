@@ -1,4 +1,4 @@
-"""LoRA adapters: they alone are trained, and what is saved is a plain model."""
+"""LoRA adapters: only they are trained, and the saved policy is a plain model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
-def test_lora_saves_a_plain_policy_and_its_reference_is_the_trunk_without_adapters(
+def test_a_policy_with_adapters_saves_a_plain_model_and_is_its_own_reference(
     architecture: str, tmp_path
 ) -> None:
     plain = tiny.model(architecture)
@@ -42,7 +42,7 @@ def test_lora_saves_a_plain_policy_and_its_reference_is_the_trunk_without_adapte
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
-def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
+def test_merged_state_equals_pefts_merge_and_does_not_change_the_model(
     architecture: str,
 ) -> None:
     model = tiny.model(architecture)
@@ -58,7 +58,7 @@ def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
 
 
 def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
-    """bfloat16 would round most of an adapter of this size away."""
+    """bf16 would round adapters of this size away."""
     model = tiny.model()
     add_adapters(model, rank=2, alpha=8.0, target_modules=["q_proj"])
     tiny.stir_adapters(model, 1e-4)
@@ -71,7 +71,7 @@ def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
     assert layer.base_layer.weight.dtype == torch.bfloat16
 
 
-def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:
+def test_rank_alpha_and_target_modules() -> None:
     model = tiny.model()
     config = add_adapters(model, rank=3, alpha=6.0, target_modules=["q_proj"]).peft_config[
         "default"
@@ -79,7 +79,7 @@ def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:
     assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 6.0, 0.0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(".q_proj.lora_" in name for name in trained)
-    assert len(trained) == 2 * 2, "A and B in each of two layers"
+    assert len(trained) == 2 * 2, "A and B in both layers"
     assert {min(p.shape) for p in trained.values()} == {3}
 
 

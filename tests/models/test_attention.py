@@ -1,4 +1,4 @@
-"""The mark in a mask's place: the same states, no look at the device, no use for generation."""
+"""The mark gives the same states as a mask."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BATCH = Batch.of([[5, 9], [7, 8, 6, 12], [4]], [[10, 11, 1, 9], [13, 3, 17, 20],
 
 
 @pytest.mark.parametrize("architecture", MARKED)
-def test_a_marked_trunk_gives_the_states_that_a_mask_gives(architecture: str) -> None:
-    """Right-padded rows: no token sees what comes after it. Rows here outgrow windows of 4."""
+def test_a_marked_trunk_gives_the_states_of_a_mask(architecture: str) -> None:
+    """The rows are right-padded, and longer than sliding windows of 4."""
     trunk = tiny.model(architecture).eval().base_model
     layout = BATCH.layout()
     tokens = torch.cat([layout.predicting, layout.final])
@@ -35,8 +35,8 @@ def test_a_marked_trunk_gives_the_states_that_a_mask_gives(architecture: str) ->
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_trunk_that_does_something_with_its_mask_is_not_marked() -> None:
-    """OPT counts positions by the mask."""
+def test_a_trunk_that_reads_its_mask_is_not_marked() -> None:
+    """OPT computes positions from the mask."""
     trunk = tiny.model("opt").eval().base_model
     prepare(trunk)
     assert not takes_mark(trunk)
@@ -46,7 +46,7 @@ def test_a_trunk_that_does_something_with_its_mask_is_not_marked() -> None:
     assert torch.equal(actual, wanted)
 
 
-def test_an_attention_that_is_not_wrapped_is_not_marked() -> None:
+def test_other_attention_functions_are_not_marked() -> None:
     model = tiny.model("llama").eval()
     assert has_wrapped_attention(model.base_model)
     model.set_attn_implementation("eager")
@@ -61,7 +61,7 @@ def test_an_attention_that_is_not_wrapped_is_not_marked() -> None:
 def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *, window_size: tuple[int, int], scale: float
 ) -> Tensor:
-    """What torch's varlen_attn and flash-attn's function compute, sequence by sequence."""
+    """Compute varlen attention sequence by sequence."""
     left, right = window_size
     assert right == 0
     rows = []
@@ -76,9 +76,8 @@ def _one_by_one(
 
 
 @pytest.mark.parametrize("architecture", MARKED)
-def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> None:
-    """Lengths, scale and window reach it through every architecture's layers: with a stand-in for
-    the kernel, packed rows give the states of padded ones."""
+def test_varlen_attn_gets_lengths_scale_and_window(architecture: str, monkeypatch) -> None:
+    """With a stand-in for the kernel, packed rows give the states of padded ones."""
     trunk = tiny.model(architecture).eval().base_model
     prepare(trunk)
     calls: list[tuple[int, int]] = []
@@ -103,7 +102,7 @@ def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> Non
     torch.testing.assert_close(states_by_packing[1], states_by_packing[0], rtol=1e-5, atol=1e-5)
 
 
-def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> None:
+def test_flash_attn_is_used_if_the_model_was_loaded_with_it(monkeypatch) -> None:
     q, (k, v) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, 2, 9, 8)
     cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     seen: dict[str, Any] = {}
@@ -135,9 +134,8 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
     torch.testing.assert_close(actual[0], wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_that_attention_does_not_get_is_refused() -> None:
-    """Packed, it would see the whole sequence, and only sequences longer than the window show
-    it."""
+def test_a_layer_that_keeps_its_window_from_attention_is_refused() -> None:
+    """Packed, it would attend to the whole sequence."""
     layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
     wrapped = attention._knowing_the_mark("sdpa", None)  # type: ignore[arg-type]
     x = torch.zeros(1, 1, 2, 4)

@@ -1,4 +1,4 @@
-"""The lm-head is the model's own, whatever it does to its logits, formed in full or in chunks."""
+"""The lm-head gives the model's own logits, in full and in chunks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LAYOUT = BATCH.layout()
 
 
 def _model_logits(causal_lm) -> torch.Tensor:
-    """[N, V], the model's own at the positions that predict responses."""
+    """Return the model's own logits [N, V] that predict response tokens."""
     logits = causal_lm(input_ids=LAYOUT.input_ids).logits
     return logits.flatten(0, 1)[LAYOUT.predicting]
 
 
 def _loss(head: Head, hidden: torch.Tensor, *operands: torch.Tensor, **options):
-    """As the trainer forms it."""
+    """Compute the loss as the trainer does."""
     return fastppo.linear_ppo_loss(
         hidden, head.weight, *operands, bias=head.bias, **head.transform, **options
     )
@@ -32,7 +32,7 @@ def _loss(head: Head, hidden: torch.Tensor, *operands: torch.Tensor, **options):
 
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(architecture: str) -> None:
-    """Value and every gradient of the trunk, soft-caps, scales, ties and biases included."""
+    """Value and all gradients, with soft-caps, scales, ties and biases."""
     tokens = BATCH.response_tokens
     old = torch.full(tokens.shape, -3.0)
     advantages = torch.linspace(-1, 1, len(tokens))
@@ -60,7 +60,7 @@ def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(architec
 
 
 def _states(architecture: str, seed: int = 0) -> tuple[torch.Tensor, Head, torch.Tensor]:
-    """(hidden, head, the model's own logits) at the positions that predict responses."""
+    """Return (hidden, head, the model's own logits) that predict response tokens."""
     causal_lm = tiny.model(architecture, seed)
     model = LanguageModel(causal_lm)
     with torch.no_grad():

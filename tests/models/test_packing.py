@@ -1,4 +1,4 @@
-"""Packed equals padded equals one by one: values and every gradient; what cannot is refused."""
+"""Packed, padded and single sequences give the same values and gradients."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def _count(rows: torch.Tensor) -> int:
 
 
 def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """States, values and every gradient, of a loss summed over the batches of these rows. It
-    weighs each state and value at random: a norm's outputs have a mean or a size that is fixed,
-    and gradients of those would be rounding alone."""
+    """Return states, values and all gradients of a loss summed over the batches of these rows.
+
+    Random weights in the loss, since the mean or norm of a normalised state is constant, and its
+    gradient would be rounding noise.
+    """
     states, values = [], []
     weights = torch.randn(BATCH.response_count, 33, generator=torch.Generator().manual_seed(2))
     for sequences, weight in zip(
@@ -77,7 +79,7 @@ def test_packed_equals_padded_equals_one_by_one(
             torch.testing.assert_close(packed[name], wanted, rtol=0, atol=1e-5 * scale, msg=name)
 
 
-def test_opt_which_counts_positions_by_itself_is_refused() -> None:
+def test_opt_is_refused() -> None:
     actor = ActorCritic(tiny.model("opt"))
     says = (
         r"packing=on: OPTModel \(the policy\) cannot be packed: its hidden states differ from "
@@ -89,7 +91,7 @@ def test_opt_which_counts_positions_by_itself_is_refused() -> None:
     assert not actor.packing
 
 
-def test_a_wrong_gradient_is_seen_where_the_states_are_right(monkeypatch) -> None:
+def test_a_wrong_gradient_is_found(monkeypatch) -> None:
     trunk = ActorCritic(tiny.model()).causal_lm.base_model
 
     class Doubled(torch.autograd.Function):
@@ -112,7 +114,7 @@ def test_a_wrong_gradient_is_seen_where_the_states_are_right(monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     ("choice", "packs"),
-    [("on", True), ("off", False), ("auto", False)],  # auto packs on a GPU alone
+    [("on", True), ("off", False), ("auto", False)],  # auto packs only on a GPU
 )
 def test_the_option_decides(choice: str, packs: bool) -> None:
     actor = ActorCritic(tiny.model())
@@ -122,8 +124,8 @@ def test_the_option_decides(choice: str, packs: bool) -> None:
 
 
 @pytest.mark.parametrize("who", ["policy", "critic", "reference"])
-def test_auto_says_which_model_cannot_be_packed(who: str, monkeypatch) -> None:
-    """On a GPU; a device's name and the mark of OPT's trunk stand in for one."""
+def test_auto_warns_of_the_model_without_packing(who: str, monkeypatch) -> None:
+    """A GPU is simulated by a device's name and by a trunk that takes the mark."""
     from fastppo.models import packing
 
     opt = LanguageModel(tiny.model("opt"))

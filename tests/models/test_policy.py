@@ -1,4 +1,4 @@
-"""One trunk, two heads, and what policy and value function make of a batch."""
+"""One trunk and two heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUT = BATCH.layout()
 
 
 def _plain(causal_lm, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs, entropy) [N] of the responses, sequence by sequence, from the model's logits."""
+    """Return (logprobs, entropy) [N] of the responses from the model's logits, row by row."""
     logprobs, entropy = [], []
     for row, length in enumerate(BATCH.lengths.tolist()):
         ids = LAYOUT.input_ids[row : row + 1, :length]
@@ -76,7 +76,7 @@ def test_bf16_products_leave_weights_and_statistics_in_fp32() -> None:
     assert (actual.logprobs - _plain(actor.causal_lm)[0]).abs().max() < 0.2
 
 
-# --------------------------------------------------------------------------- what is not known here
+# ------------------------------------------------------------------------------- unsupported models
 
 
 def test_a_model_with_an_unknown_logit_transform_is_refused() -> None:
@@ -93,7 +93,7 @@ def test_a_model_with_an_unknown_logit_transform_is_refused() -> None:
         LanguageModel(causal_lm).check_heads()
 
 
-def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
+def test_a_model_with_nan_weights_is_refused() -> None:
     causal_lm = tiny.model()
     with torch.no_grad():
         causal_lm.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
@@ -104,7 +104,7 @@ def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
 # ------------------------------------------------------------------------------------------- saving
 
 
-def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
+def test_a_critic_is_saved_and_loaded_with_its_trunk(tmp_path) -> None:
     causal_lm = tiny.model()
     policy = ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
     with torch.no_grad():

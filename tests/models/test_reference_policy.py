@@ -1,4 +1,4 @@
-"""The reference policy: whatever holds its weights, its numbers are those of a plain softmax."""
+"""Every kind of reference policy gives the numbers of a plain softmax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPERATURE = 0.7
 
 
 def _log_softmax(causal_lm: Any) -> torch.Tensor:
-    """[N, V] of all response tokens, from the model's own logits."""
+    """Return [N, V] of all response tokens, from the model's own logits."""
     rows = []
     for batch in BATCHES:
         layout = batch.layout()
@@ -35,7 +35,7 @@ def _policy(lora: bool = False) -> ActorCritic:
 
 
 def _move(policy: ActorCritic, seed: int) -> None:
-    """Moves all that is trained."""
+    """Change the trained weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.causal_lm.parameters():
@@ -47,11 +47,11 @@ class Case(NamedTuple):
     policy: ActorCritic
     reference: ReferencePolicy
     q: torch.Tensor
-    """[N, V] log-softmax of what is to be the reference."""
+    """[N, V] log-softmax of the reference."""
 
 
 def _case(kind: str) -> Case:
-    """A policy that has moved away from its reference."""
+    """Make a policy that has moved away from its reference."""
     policy = _policy(lora="adapters" in kind)
     if kind == "given":
         other = tiny.model(seed=1)
@@ -84,12 +84,12 @@ def test_logprobs_and_exact_kl_are_those_of_a_plain_log_softmax(kind: str) -> No
     torch.testing.assert_close(reference.logprobs(BATCHES, TEMPERATURE), ref_logprobs, **close)
     torch.testing.assert_close(actual.ref_logprobs, ref_logprobs, **close)
     torch.testing.assert_close(actual.kl, kl, **close)
-    assert torch.equal(_log_softmax(policy.causal_lm), p), "the policy is left as it was"
+    assert torch.equal(_log_softmax(policy.causal_lm), p), "the policy is unchanged"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
-    """With adapters one model is both: what the policy computed before stays valid."""
+def test_a_loss_with_reference_states_has_the_policys_gradient(kind: str) -> None:
+    """With adapters, policy and reference are one model, and the policy's graph stays valid."""
     policy, reference, q = _case(kind)
     (batch, _), trained = BATCHES, [p for p in policy.causal_lm.parameters() if p.requires_grad]
     tokens, count = batch.response_tokens, batch.response_count
@@ -121,7 +121,7 @@ def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["frozen", "adapters"])
-def test_a_checkpoint_needs_no_reference_until_it_is_refreshed(kind: str) -> None:
+def test_a_reference_has_no_state_before_its_first_refresh(kind: str) -> None:
     _, reference, _ = _case(kind)
     assert reference.state_dict() == {}
     reference.load_state_dict({})

@@ -1,4 +1,4 @@
-"""The trunk: final hidden states after the last norm, without dropout, run at one place alone."""
+"""The trunk: dropout, context and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUT = BATCH.layout()
 
 @pytest.mark.parametrize("architecture", tiny.TRAINED)
 def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
-    """OPT's config here asks for a dropout of 0.3, GPT-2's default is 0.1."""
+    """OPT's config has a dropout of 0.3 here, and GPT-2's default is 0.1."""
     actor = ActorCritic(tiny.model(architecture))
     actor.set_training(gradient_checkpointing=True)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
     assert torch.equal(first, second)
 
 
-def test_the_context_is_what_the_config_says() -> None:
+def test_context_length() -> None:
     assert context_length(tiny.model()) == tiny.CONTEXT
     assert context_length(tiny.model("gpt2")) == tiny.CONTEXT
     assert context_length(SimpleNamespace(config=FalconMambaConfig())) is None
@@ -50,5 +50,5 @@ def test_recomputed_activations_give_the_same_gradients(architecture: str) -> No
         hidden, values, _ = actor(LAYOUT)
         (hidden.square().mean() + values.square().mean()).backward()
         gradients.append({n: p.grad for n, p in actor.named_parameters() if p.grad is not None})
-    assert calls == [1, 2], "the second time for the backward pass"
+    assert calls == [1, 2], "once more in the backward pass"
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

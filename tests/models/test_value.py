@@ -1,4 +1,4 @@
-"""Three value functions: which states each reads, and which weights its loss reaches."""
+"""The three value functions: inputs and gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _classifier(name: str) -> Any:
 
 
 def _value_gradients(actor: ActorCritic, **options: bool) -> dict[str, torch.Tensor]:
-    """Gradients of the value loss alone."""
+    """Return the gradients of a value loss."""
     torch.nn.init.ones_(actor.value_function.head.weight)
     actor.zero_grad()
     values = actor(tiny.random_batch().layout(), **options).values
@@ -81,7 +81,7 @@ def test_a_shared_head_trains_the_trunk_and_a_detached_one_does_not() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_detached_values_leave_the_policys_trunk_alone(kind: str) -> None:
-    """As in iterations that train the value function alone."""
+    """As in iterations that only train the value function."""
     gradients = _value_gradients(_actor(kind), detach_values=True)
     assert gradients["value_function.head.weight"].abs().max() > 0
     assert all(name.startswith("value_function.") for name in gradients)
@@ -90,7 +90,7 @@ def test_detached_values_leave_the_policys_trunk_alone(kind: str) -> None:
 # ----------------------------------------------------------------------------------------- a critic
 
 
-def test_a_critic_has_a_trunk_of_its_own() -> None:
+def test_a_critic_has_its_own_trunk() -> None:
     actor = _actor("critic")
     gradients = _value_gradients(actor)
     assert gradients
@@ -101,11 +101,11 @@ def test_a_critic_has_a_trunk_of_its_own() -> None:
         assert mine.data_ptr() != its.data_ptr()
 
 
-def test_a_critic_may_start_as_the_reward_model(tmp_path) -> None:
-    """Its value of the state before the last token is the reward model's score of that text."""
+def test_a_critic_starts_from_a_reward_model(tmp_path) -> None:
+    """Its value before the last token is the reward model's score of the text so far."""
     name = tiny.saved_reward_model(tmp_path / "rm")
     model = AutoModelForSequenceClassification.from_pretrained(name).eval()
-    model.config.score_mean = 0.7  # what FastPPO's reward models subtract
+    model.config.score_mean = 0.7  # subtracted by FastPPO's reward models
     model.save_pretrained(name)
     critic = critic_of_reward_model(_classifier(name), name)
     assert isinstance(critic, CriticValue)
@@ -116,7 +116,7 @@ def test_a_critic_may_start_as_the_reward_model(tmp_path) -> None:
     torch.testing.assert_close(values[-1], score)
 
 
-def test_what_is_no_reward_model_is_no_critic(tmp_path) -> None:
+def test_a_critic_needs_one_label_and_a_score_head(tmp_path) -> None:
     many = tiny.saved_reward_model(tmp_path / "many", labels=3)
     with pytest.raises(ValueError, match=r"expected a decoder with one label, got .* with 3"):
         critic_of_reward_model(_classifier(many), many)

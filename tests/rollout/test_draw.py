@@ -1,4 +1,4 @@
-"""The draw: distribution, logprobs, and the tokens that may never come."""
+"""Sampling: distribution, logprobs and excluded tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _uniforms(count: int, seed: int = 0) -> Tensor:
 
 
 def _draws(scores: Tensor, keep: Tensor | None = None) -> Tensor:
-    """[DRAWS] tokens drawn from scores [V] as `draw` does; what all rows share is computed once."""
+    """Draw [DRAWS] tokens from scores [V] as `draw` does, with one softmax for all of them."""
     if keep is not None:
         scores = scores.masked_fill(~keep, -torch.inf)
     scratch = scratch_for(scores.unsqueeze(0))
@@ -45,7 +45,7 @@ def _draws(scores: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def _chi_squared(tokens: Tensor, probabilities: Tensor) -> tuple[float, int]:
-    """(χ², degrees of freedom); tokens expected fewer than ten times go into classes together."""
+    """Return (χ², degrees of freedom). Tokens expected fewer than ten times share classes."""
     expected = DRAWS * probabilities.double()
     order = expected.argsort()
     counts = torch.bincount(tokens, minlength=len(expected)).double()[order]
@@ -67,7 +67,7 @@ def _chi_squared(tokens: Tensor, probabilities: Tensor) -> tuple[float, int]:
     ("vocabulary", "temperature"),
     [(3, 1.0), (1000, 0.5), (1000, 2.0), pytest.param(151936, 1.0, marks=pytest.mark.slow)],
 )
-def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: float) -> None:
+def test_token_frequencies_follow_the_softmax(vocabulary: int, temperature: float) -> None:
     """χ² within five standard deviations of its mean, n ± 5·√(2n)."""
     logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(1))
     scores = logits / temperature
@@ -76,7 +76,7 @@ def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: 
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
-def test_rows_of_one_batch_are_drawn_each_from_its_own_softmax() -> None:
+def test_rows_of_a_batch_have_their_own_distributions() -> None:
     scores = 2 * torch.randn(2, 600, generator=torch.Generator().manual_seed(9))
     wide = scores.repeat_interleave(DRAWS // 100, 0)
     tokens = torch.cat(
@@ -100,7 +100,7 @@ def test_masked_logits_are_never_drawn(vocabulary: int) -> None:
     assert not out[_draws(scores)].any()
 
 
-def test_the_ends_of_the_unit_interval_draw_tokens_that_there_are() -> None:
+def test_uniforms_at_0_and_below_1() -> None:
     """u·total may round up to total, and 0 is below every token's mass."""
     rows = torch.full((4, 3 * BLOCK + 7), -torch.inf)
     rows[:2, 5] = rows[:2, BLOCK + 3] = 0.0
@@ -109,8 +109,8 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_there_are() -> None:
     assert draw(rows, edge).tokens.tolist() == [5, BLOCK + 3, 0, 3 * BLOCK + 6]
 
 
-def test_tokens_rarer_than_fp32_resolves_are_drawn_as_often_as_they_should() -> None:
-    """The last token has p = e⁻²⁰; u is laid just before and just inside its place."""
+def test_probabilities_below_the_resolution_of_fp32() -> None:
+    """The last token has p = e⁻²⁰; u is just before and just inside its interval."""
     scores = torch.zeros(1, 2 * BLOCK)
     scores[0, :-1] = -30.0
     scores[0, 0] = 20.0
@@ -118,7 +118,7 @@ def test_tokens_rarer_than_fp32_resolves_are_drawn_as_often_as_they_should() -> 
     for share, wanted in ((0.9, 2 * BLOCK - 1), (1.1, 0)):
         u = torch.tensor([1 - share * p], dtype=torch.float64)
         assert draw(scores, u).tokens.item() == wanted, share
-        assert u.float().double().item() != u.item(), "fp32 cannot tell"
+        assert u.float().double().item() != u.item(), "fp32 cannot resolve it"
 
 
 @pytest.mark.parametrize(("vocabulary", "offset"), [(3, 0.0), (50257, 1000.0), (151936, -1000.0)])
@@ -133,7 +133,7 @@ def test_logprobs_are_those_of_fp64(vocabulary: int, offset: float) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 1000])
-def test_restricted_draws_say_what_was_left(vocabulary: int) -> None:
+def test_restricted_logprobs_differ_by_the_kept_mass(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(5)
     scores = 2 * torch.randn(64, vocabulary, generator=generator)
     keep = torch.rand(64, vocabulary, generator=generator) < 0.5
@@ -151,7 +151,7 @@ def test_restricted_draws_say_what_was_left(vocabulary: int) -> None:
     )
 
 
-def test_restricted_tokens_come_as_often_as_what_is_left_says() -> None:
+def test_restricted_frequencies_follow_the_kept_softmax() -> None:
     scores = 2 * torch.randn(700, generator=torch.Generator().manual_seed(6))
     keep = torch.arange(700) % 3 == 0
     statistic, freedom = _chi_squared(
@@ -160,7 +160,7 @@ def test_restricted_tokens_come_as_often_as_what_is_left_says() -> None:
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
-def test_what_is_left_may_be_far_below_what_is_not() -> None:
+def test_kept_scores_may_be_far_below_the_excluded_ones() -> None:
     scores = torch.full((1, 600), -500.0)
     scores[0, 7], scores[0, 400] = 0.0, -499.0
     keep = torch.ones(1, 600, dtype=torch.bool)
@@ -171,8 +171,8 @@ def test_what_is_left_may_be_far_below_what_is_not() -> None:
     assert draws.sampler_logprobs.item() == pytest.approx(-math.log(1 + 598 / math.e), rel=1e-5)
 
 
-def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_one() -> None:
-    """The run then stops on a loss that is not finite, and not in an index out of range."""
+def test_logits_that_are_not_finite_give_nan_logprobs() -> None:
+    """So the run stops at the check of the loss, not with an index out of range."""
     scores = torch.zeros(4, 600)
     scores[0, 3], scores[1, 4], scores[2] = torch.nan, torch.inf, -torch.inf
     draws = draw(scores, _uniforms(4))
@@ -180,7 +180,7 @@ def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_one() -> None:
     assert ((draws.tokens >= 0) & (draws.tokens < 600)).all()
 
 
-def test_scratch_may_have_more_rows_than_are_drawn() -> None:
+def test_scratch_with_more_rows() -> None:
     scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(8))
     scratch = scratch_for(scores)
     draw(scores, _uniforms(8), scratch=scratch)
@@ -189,13 +189,13 @@ def test_scratch_may_have_more_rows_than_are_drawn() -> None:
     assert torch.equal(actual.logprobs, wanted.logprobs)
 
 
-# ------------------------------------------------------------------------- tokens that may be drawn
+# ------------------------------------------------------------------------------- top-k and top-p
 
 SCORES = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"greedy": True, "top_k": 3, "top_p": 0.5}])
-def test_where_nothing_is_restricted_there_is_no_mask(options: dict) -> None:
+def test_unrestricted_sampling_has_no_mask(options: dict) -> None:
     assert kept_tokens(SCORES, Sampling(max_new_tokens=8, **options)) is None
 
 
@@ -215,7 +215,7 @@ def test_top_k_and_top_p_are_transformers(top_k: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("spread", [4.0, 0.1])
 def test_a_nucleus_of_a_large_vocabulary_is_transformers(spread: float) -> None:
-    """Of peaked rows it lies among the candidates, of flat ones it is larger than they are."""
+    """In peaked rows it is among the candidates; in flat rows it is larger."""
     generator = torch.Generator().manual_seed(10)
     scores = spread * torch.randn(4, 8 * CANDIDATES, generator=generator, dtype=torch.float64)
     keep = nucleus(scores, 0.9)
@@ -223,7 +223,7 @@ def test_a_nucleus_of_a_large_vocabulary_is_transformers(spread: float) -> None:
     assert ((keep.sum(1) < CANDIDATES) == (spread == 4.0)).all()
 
 
-def test_the_nucleus_has_the_likeliest_token_at_least() -> None:
+def test_the_nucleus_has_at_least_the_likeliest_token() -> None:
     scores = torch.tensor([[0.0, 5.0, -torch.inf, 1.0]])
     assert nucleus(scores, 1e-9).tolist() == [[False, True, False, False]]
     assert nucleus(scores, 0.999999).tolist() == [[True, True, False, True]]
