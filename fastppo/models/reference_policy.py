@@ -1,11 +1,11 @@
-"""The reference policy of the KL, whatever holds its weights.
+"""The reference policy of the KL. Its weights are one of
 
-    a frozen model     a copy of the policy as it started, or another model
-    adapters off       with LoRA the reference is the trunk without its adapters: no second model
-    an adapter copy    the same after a refresh: the adapters as they were then
+    a frozen model     a copy of the initial policy, or another model
+    adapters off       with LoRA, the policy without its adapters: no second model in memory
+    an adapter copy    with LoRA after a refresh, the adapters of that moment
 
-`refresh` makes the policy as it is now the reference (Ouyang et al. keep the SFT model; moving the
-reference along lets a long run go further from it). KL to it is then 0.
+`refresh` makes the current policy the reference, and the KL becomes 0. Ouyang et al. 2022 keep the
+SFT model; moving the reference lets a long run move further from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastppo.models.sharding import is_sharded, reshard, sharded_like
 
 
 class TokenKL(NamedTuple):
-    """[N] fp32, nats, of the response tokens."""
+    """[N] fp32 each, nats, of the response tokens."""
 
     ref_logprobs: Tensor
     kl: Tensor
@@ -34,15 +34,15 @@ class TokenKL(NamedTuple):
 
 
 class ReferencePolicy:
-    """What the KL is measured to.
+    """The reference of the KL.
 
     Args:
-        policy: whose copy, or adapter-free trunk, it is.
-        model: another model instead.
+        policy: the reference is a frozen copy of it, or with LoRA the policy without adapters.
+        model: a separate model to use instead.
 
     Attributes:
-        is_given: whether it is another model.
-        frozen: the model of its own that it holds, if it does.
+        is_given: whether `model` was given.
+        frozen: the frozen model; None with LoRA.
     """
 
     def __init__(self, policy: ActorCritic, model: LanguageModel | None = None) -> None:
@@ -57,14 +57,14 @@ class ReferencePolicy:
             self.frozen = frozen_copy(policy)
         if self.frozen is not None:
             cast_frozen(self.frozen.causal_lm.base_model, policy.compute_dtype)
-            if not is_empty(policy):  # a model without weights is on no device
+            if not is_empty(policy):  # the meta device has no copies
                 self.frozen.to(policy.device)
 
     @contextmanager
     def loaded(self) -> Iterator[LanguageModel]:
-        """The model that gives the reference's logprobs, for the time of the block."""
+        """Provide the reference model for a block."""
         if self.frozen is not None:
-            self.frozen.packing = self.policy.packing  # one layout is read by both
+            self.frozen.packing = self.policy.packing  # both read the same layout
             try:
                 yield self.frozen
             finally:
@@ -81,7 +81,7 @@ class ReferencePolicy:
 
     @contextmanager
     def states(self, layout: Layout) -> Iterator[RefStates]:
-        """Hidden states and head, for a loss with the exact KL that is formed within the block."""
+        """Provide hidden states and head for a loss with the exact KL in the block."""
         with self.loaded() as model:
             with torch.no_grad():
                 hidden = model.hidden(layout)
@@ -91,7 +91,7 @@ class ReferencePolicy:
     def logprobs(
         self, batches: Sequence[Batch], temperature: float = 1.0, backend: str = "auto"
     ) -> Tensor:
-        """[N] fp32, nats: logprobs of the response tokens of all batches."""
+        """Return logprobs of the response tokens of all batches, [N] fp32, nats."""
         with self.loaded() as model:
             return torch.cat(
                 [model.response_logprobs(batch, temperature, backend) for batch in batches]
@@ -101,12 +101,12 @@ class ReferencePolicy:
     def token_kl(
         self, batches: Sequence[Batch], temperature: float = 1.0, backend: str = "auto"
     ) -> TokenKL:
-        """Logprobs of the response tokens of all batches, and the policy's exact KL at each."""
+        """Return logprobs of the response tokens of all batches, and the policy's exact KL."""
         options: dict[str, Any] = {"temperature": temperature, "backend": backend}
         logprobs = []
         kl = []
         with self.policy.autocast():
-            # Before the reference takes the trunk's place: with LoRA they are one model.
+            # The policy's states come first: with LoRA, policy and reference share the trunk.
             states = [self.policy.hidden(self.policy.layout(batch)) for batch in batches]
             with self.loaded() as model:
                 for batch, hidden in zip(batches, states, strict=True):
@@ -120,7 +120,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The policy as it is now becomes the reference."""
+        """Make the current policy the reference."""
         reshard(self.policy)
         if self.frozen is None:
             self._adapters = {name: p.detach().clone() for name, p in self._trained()}
@@ -130,7 +130,7 @@ class ReferencePolicy:
         self.refreshed = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: nothing, until the first refresh."""
+        """Return the weights for a checkpoint; empty before the first refresh."""
         if not self.refreshed:
             return {}
         if self.frozen is None:
@@ -140,21 +140,9 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores what `state_dict` gave.
-
-        Raises:
-            ValueError: it is of another model.
-        """
+        """Restore the state that `state_dict` returned."""
         if not state:
             return
-        model = self.policy if self.frozen is None else self.frozen
-        weights = dict(
-            self._trained() if self.frozen is None else model.causal_lm.named_parameters()
-        )
-        shapes = {name: weight.shape for name, weight in weights.items()}
-        is_real = all(value.is_floating_point() for value in state.values())
-        if shapes != {name: value.shape for name, value in state.items()} or not is_real:
-            raise ValueError("the checkpoint's reference does not fit the model")
         self.refreshed = True
         if self.frozen is None:
             trained = dict(self._trained())
@@ -174,15 +162,15 @@ class ReferencePolicy:
         reshard(self.policy)
         for name, parameter in self._trained():
             adapter = self._adapters[name]
-            if is_sharded(self.policy):  # a gather reads the shards at the addresses that they have
+            if is_sharded(self.policy):  # FSDP gathers from the shards' fixed addresses
                 self._adapters[name] = parameter.detach().clone()
                 parameter.detach().copy_(adapter)
-            else:  # storages change places, nothing is written: an earlier graph stays valid
+            else:  # swapping storages writes nothing, so the policy's graph stays valid
                 self._adapters[name] = parameter.data
                 parameter.data = adapter
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:
-    """A copy of a model, without gradients."""
+    """Return a copy of a model without gradients."""
     frozen = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
     return frozen.requires_grad_(False)

@@ -1,15 +1,15 @@
-"""Where values come from: three value functions with one interface.
+"""Three value functions.
 
-    shared      a linear head on the policy's trunk; the value loss trains the trunk too
-    detached    the same head, and its loss stops there: the trunk belongs to the policy
-    critic      a transformer of its own, started from the policy, a reward model or an earlier one
+    shared      a linear head on the policy's trunk; the value loss also trains the trunk
+    detached    the same head; the value loss does not train the trunk
+    critic      a separate transformer, initialised from the policy, a reward model or a critic
 
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
-when values are mostly wrong; the other two are the answers to that, in order of their cost.
+when most values are wrong. The other two avoid this, at a higher cost.
 
-Heads are fp32 whatever the trunk is (fp64 of one in fp64): values are regressed to a few digits.
-They start at zero, no opinion before the first returns are seen; a critic that starts from a reward
-model starts from its scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
+Heads are fp32 for any trunk (fp64 for an fp64 trunk), since values need several digits. They start
+at zero. A critic from a reward model starts from its scores, as InstructGPT's did (Ouyang et al.
+2022, appendix C.4).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fastppo.data.batch import Layout
 from fastppo.models.trunk import states_at
 
 ATTENTION = {"self_attn", "attn", "attention"}
-"""What transformers' decoders call the attention of a layer."""
+"""Names of attention modules in transformers' decoders."""
 
 
 class ValueFunction(nn.Module, ABC):
-    """A linear head in fp32 on the states that a subclass gives it."""
+    """Base class: a linear head in fp32 on states of a subclass."""
 
     reads_final_hidden = False
-    """Whether those states are the trunk's final hidden states, which a decoder has."""
+    """Whether the states are the policy's final hidden states, so a decoder can give values."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class ValueFunction(nn.Module, ABC):
         nn.init.zeros_(self.head.bias)
 
     def read(self, states: Tensor) -> Tensor:
-        """[N] fp32 values of the states [N, H] that the head reads."""
+        """Return the values of states [N, H], [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
             return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
-        """[N, H]: what the head reads at the positions [N] of the layout.
+        """Return the head's inputs [N, H] at positions [N] of the layout.
 
         Args:
-            hidden: [N, H], the policy's final hidden states there.
-            detach: no gradient into the policy's trunk (value-only iterations).
+            hidden: [N, H], the policy's final hidden states at the positions.
+            detach: stop gradients into the policy's trunk, for value-only iterations.
         """
 
 
@@ -69,7 +69,7 @@ class SharedValue(ValueFunction):
 
 
 class DetachedValue(ValueFunction):
-    """A linear head on the trunk that does not train the trunk."""
+    """A linear head on the trunk's final hidden states, detached."""
 
     reads_final_hidden = True
 
@@ -78,7 +78,7 @@ class DetachedValue(ValueFunction):
 
 
 class CriticValue(ValueFunction):
-    """A linear head on a trunk of its own."""
+    """A linear head on a separate trunk."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__(trunk, width)
@@ -89,51 +89,51 @@ class CriticValue(ValueFunction):
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
-    """A critic that starts as a copy of the policy's trunk."""
+    """Return a critic initialised with a copy of the policy's trunk."""
     width = causal_lm.get_output_embeddings().weight.shape[1]
     return CriticValue(copy.deepcopy(causal_lm.base_model), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
-    """A critic of the policy's architecture with the weights that `save_value_function` wrote.
+    """Load a critic of the policy's architecture from a file of `save_value_function`.
 
     Raises:
-        ValueError: they cannot be read, or are of another value function.
+        ValueError: the file cannot be read, or holds another value function.
     """
     critic = critic_of_policy(causal_lm)
     try:
         critic.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"critic_model {path} is no critic of the policy: {error}") from error
+        raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error
     return critic
 
 
 def freeze_attention(trunk: nn.Module) -> None:
-    """Leaves the attention of each layer as it is.
+    """Freeze the attention of all layers.
 
     Raises:
-        ValueError: none of the trunk's modules is called an attention.
+        ValueError: no module has a known name of attention.
     """
     frozen = [
         parameter for name, parameter in trunk.named_parameters() if ATTENTION & {*name.split(".")}
     ]
     if not frozen:
         raise ValueError(
-            f"critic_frozen=attention: {type(trunk).__name__} has no module of a name "
-            f"in {', '.join(sorted(ATTENTION))}"
+            f"critic_frozen=attention: {type(trunk).__name__} has no module named "
+            f"{' or '.join(sorted(ATTENTION))}"
         )
     for parameter in frozen:
         parameter.requires_grad_(False)
 
 
 def critic_of_reward_model(model: Any, name: str) -> CriticValue:
-    """A critic that starts as the reward model: its value of a state is the score of the text.
+    """Return a critic initialised from a reward model: the value of a state is the text's score.
 
     Args:
         name: of the model, for messages.
 
     Raises:
-        ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
+        ValueError: the model has several labels, or no `score` layer (an encoder).
     """
     score: Any = getattr(model, "score", None)
     labels = model.config.num_labels

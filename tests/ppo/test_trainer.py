@@ -390,7 +390,7 @@ def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
     torch.testing.assert_close(actual, earlier.model.value_function.state_dict(), rtol=0, atol=0)
     make_trainer(tmp_path / "shared").train()
     options["critic_model"] = str(tmp_path / "shared" / "run" / "value_function.safetensors")
-    with pytest.raises(ValueError, match="is no critic of the policy"):
+    with pytest.raises(ValueError, match="does not fit the policy"):
         make_trainer(tmp_path / "wrong", **options)
 
 
