@@ -42,7 +42,6 @@ class Loss(NamedTuple):
 
     call: Callable[..., Tensor]
     prepare: Callable[[Inputs], Inputs] | None = None
-    writes: tuple[str, ...] = ()
 
 
 def _module(name: str) -> Any:
