@@ -280,7 +280,7 @@ def comparisons(cpu: dict[str, Any]) -> dict[str, Comparison]:
     iteration = _claim_value(claims, "a PPO iteration", ": episodes per second over TRL's")
     found["iteration"] = Comparison("PPO iteration", "TRL 1.12", iteration)
     loop = _claim_value(claims, "gae", ": times as fast as TRL's loop")
-    found["gae"] = Comparison("gae", "TRL 1.12", loop)
+    found["gae"] = Comparison("gae", "TRL's loop", loop)
     return found
 
 
@@ -350,11 +350,11 @@ loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
         return span([of_cpu[name].speed_up for of_cpu in measured]) + " faster"
 
     def saved(name: str) -> str:
-        return span([of_cpu[name].memory_saved or 1.0 for of_cpu in measured]) + " less memory"
+        ratios = [of_cpu[name].memory_saved for of_cpu in measured]
+        return span([ratio for ratio in ratios if ratio is not None]) + " less memory"
 
     with_bonus, without = f"ppo_loss, {BONUS}", f"ppo_loss, no {BONUS}"
     linear = f"linear_ppo_loss, {BONUS}"
-
     grid = span([row["speed_up"] for row in _newest_grid(records)["trl_grid"]["rows"]])
     numbers = f"""
 - **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
