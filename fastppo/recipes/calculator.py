@@ -1,4 +1,4 @@
-"""`calculator`: products of two numbers, with a tool that computes them.
+"""`calculator`: products of two numbers, with a tool to compute them.
 
 In the first turn the model writes a call, `[34*57]`, and the environment answers `=1938;`. In the
 second turn the model repeats the number. Demonstrations of both turns teach the format, but half of

@@ -2,7 +2,7 @@
 
 A recipe has a config of `fastppo train` in this folder, NAME.yaml, with `{out}` for the run's
 folder; a file with its reward or environment, copied to that folder for you to change; and a
-function that makes the prompts and, unless the model comes from a hub, the model.
+function to make the prompts and, unless the model comes from a hub, the model.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Recipe:
 
 
 def made_by(module: str) -> Prepare:
-    """Return the `prepare` of a module here, which is imported when called: it imports torch."""
+    """Return the `prepare` of a module here, imported only when called because it needs torch."""
 
     def prepare(directory: Path, seed: int, console: Console) -> None:
         importlib.import_module(f"fastppo.recipes.{module}").prepare(directory, seed, console)

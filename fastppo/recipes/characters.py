@@ -1,7 +1,7 @@
 """Small language models, fine-tuned from random weights on a recipe's demonstrations.
 
-The model is a Llama that a CPU trains in seconds. It has one token per character, so that the
-vocabulary hides nothing about numbers; recipes with texts use one token per word.
+A CPU trains these Llamas in seconds. They have one token per character, so the vocabulary hides
+nothing about numbers; recipes with texts use one token per word.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`smollm2-tools`: products that SmolLM2 does not know, with a tool that computes them.
+"""`smollm2-tools`: products of two numbers, with a tool to compute them.
 
 The chat template names the tool in one line. Demonstrations teach the format of a call and of the
 turn after it. Half of them guess the product instead of calling, and a quarter of the calls have

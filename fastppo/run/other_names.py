@@ -66,6 +66,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     # verl, without the sections of its config
     "adv_estimator": ("advantage",),
     "clip_ratio_c": ("dual_clip",),
+    "clip_ratio_low": ("clip_ratio",),
     "critic_warmup": ("value_warmup_iterations",),
     "enable_gradient_checkpointing": ("gradient_checkpointing",),
     "entropy_coeff": ("entropy_coef",),
