@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 
 import fastppo
 from benchmarks import __main__ as bench_command
-from fastppo import cli
+from fastppo import cli, parser
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.stages.demonstrations import encode_demonstrations
 from fastppo.stages.preferences import encode_comparisons
@@ -282,7 +282,7 @@ def test_every_page_is_in_the_index() -> None:
 
 # ------------------------------------------------------------------------ every block of a page
 
-COMMANDS = (*cli.COMMANDS,)
+COMMANDS = (*parser.COMMANDS,)
 
 
 @functools.cache
