@@ -1,1 +1,1 @@
-"""What every run has, whatever it trains: options, a log, a watch, checkpoints, a report."""
+"""The parts of every run: options, records, thresholds, checkpoints and the report."""

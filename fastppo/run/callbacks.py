@@ -1,16 +1,16 @@
-"""Callbacks, by the conventions of transformers' `Trainer`.
+"""Callbacks with the interface of transformers' `Trainer`.
 
     class Printer(TrainerCallback):
         def on_log(self, args, state, control, logs, **kwargs):
             print(state.global_step, logs["reward"])
 
-A step is an iteration, and `state.global_step` the number of those that are done. Events are
+A step is an iteration, and `state.global_step` counts the finished ones. The events are
 `on_train_begin`, `on_step_begin`, `on_evaluate` (`metrics`), `on_log` (`logs`), `on_step_end`,
-`on_save` and `on_train_end`; `on_samples` (`samples`, as in samples.jsonl) is ours, for callbacks
-that have it. Metrics have the names of metrics.jsonl, but `eval_` where that has `eval/`, as
-transformers names them. `args` are the run's options. `control.should_training_stop` ends the run
-after the iteration, `should_save` asks for a checkpoint after it, `should_evaluate` for an
-evaluation in the next one that has none yet. A callback is no part of a checkpoint.
+`on_save` and `on_train_end`, and one of our own, `on_samples` (`samples`, as in samples.jsonl).
+Metrics have the names of metrics.jsonl, with `eval_` for `eval/`, as in transformers. `args` holds
+the options of the run. `control.should_training_stop` ends the run after the iteration,
+`should_save` writes a checkpoint after it, and `should_evaluate` evaluates in the next iteration.
+Checkpoints do not contain the state of callbacks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from fastppo.rewards.calling import UserCodeError, call, place_of
 from fastppo.run.options import Options
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
-"""What a callback can ask for."""
 
 PROJECT = "fastppo"
-"""The tracker's project, unless its environment variable names another."""
+"""The project in the tracker, unless an environment variable names another."""
 
 
 class Arguments:
-    """`args` of a callback: the run's options by their names, and whatever else
-    `TrainingArguments` has, at its default there."""
+    """`args` of a callback: the options of the run, and the defaults of `TrainingArguments`."""
 
     def __init__(self, config: Options, world: World | None = None, **more: Any) -> None:
         self._config = config
@@ -50,15 +48,15 @@ class Arguments:
         self.__dict__.update(defaults | config.to_dict() | more)
 
     def to_dict(self) -> dict[str, Any]:
-        """The run's options."""
+        """Return the options of the run."""
         return self._config.to_dict()
 
     def to_json_string(self) -> str:
-        """The run's options as JSON."""
+        """Return the options as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The run's options; those that TensorBoard's table cannot take as text."""
+        """Return the options, as text where TensorBoard needs it."""
         return {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in self.to_dict().items()
@@ -66,12 +64,12 @@ class Arguments:
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """The number of processes."""
         return self._world.size
 
     @property
     def process_index(self) -> int:
-        """This process among them."""
+        """The rank of this process."""
         return self._world.rank
 
     @property
@@ -86,16 +84,16 @@ class Arguments:
 
 
 class Callbacks:
-    """The callbacks of a run, on every rank. What one rank's callback asks for, all ranks do.
+    """The callbacks of a run, on every rank. A request on one rank holds for all ranks.
 
     Args:
         callbacks: objects or classes.
-        config: the run's options; its `report_to` names the tracker, which is told first.
-        parts: further keywords of each event: model, processing_class, optimizer.
+        config: the options; the tracker of `report_to` is called first.
+        parts: further keywords of every event: model, processing_class, optimizer.
 
     Raises:
-        ValueError: one of them is no `TrainerCallback`.
-        TypeError: they are no list.
+        ValueError: one of them is not a `TrainerCallback`.
+        TypeError: `callbacks` is not a list.
         ImportError: the tracker is not installed.
     """
 
@@ -113,7 +111,7 @@ class Callbacks:
         self.callbacks = [self._instance(callback) for callback in callbacks]
         names: dict[str, Any] = {"project": PROJECT}
         if config.report_to:
-            # Their imports are slow, and most runs have none.
+            # Slow to import.
             from fastppo.run.trackers import TrackedRun, make_trackers
 
             run = TrackedRun(config.output_dir)
@@ -127,23 +125,23 @@ class Callbacks:
 
     @property
     def stop(self) -> bool:
-        """Whether the run is to end."""
+        """Whether a callback ends the run."""
         return self.control.should_training_stop
 
     def take(self, flag: str) -> bool:
-        """Whether a callback has set this flag, which is then cleared."""
+        """Return whether a callback has set a flag, and clear it."""
         wanted = getattr(self.control, flag)
         setattr(self.control, flag, False)
         return wanted
 
     def begin(self, done: int) -> None:
-        """The run begins, or goes on, after so many iterations."""
+        """Start the run after `done` iterations."""
         self.control = TrainerControl()
         self.state.global_step = done
         self.tell("on_train_begin")
 
     def logged(self, number: int, metrics: dict[str, float]) -> None:
-        """The metrics of an iteration are written."""
+        """Report the metrics of an iteration."""
         self.state.global_step = number + 1
         logs = {
             f"eval_{name.removeprefix('eval/')}" if name.startswith("eval/") else name: value
@@ -156,16 +154,16 @@ class Callbacks:
         self.tell("on_log", logs=logs)
 
     def step_ended(self) -> bool:
-        """An iteration is done; whether a checkpoint is asked for."""
+        """Report the end of an iteration and return whether a callback requests a checkpoint."""
         self.tell("on_step_end")
         return self.take("should_save")
 
     def saved(self) -> None:
-        """A checkpoint is written."""
+        """Report a checkpoint."""
         self.tell("on_save")
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method of this name of every callback that has it."""
+        """Call the method of this name of every callback that has one."""
 
         def call() -> list[bool]:
             for callback in self.callbacks:
@@ -181,7 +179,7 @@ class Callbacks:
             setattr(self.control, flag, any(flags[i] for flags in rank_flags))
 
     def _instance(self, callback: Any) -> TrainerCallback:
-        """The callback itself, or one of its class."""
+        """The callback itself, or an instance of it if it is a class."""
         if isinstance(callback, type):
             callback = self._call(callback.__name__, callback)
         if not isinstance(callback, TrainerCallback):
@@ -191,8 +189,7 @@ class Callbacks:
         return callback
 
     def _call(self, name: str, function: Callable[[], Any]) -> Any:
-        """What a callback returns. What it raises is the caller's, as in transformers; but an
-        `exit()` ends no run."""
+        """Call a callback. Its exceptions are raised as they are, and `exit()` is an error."""
         try:
             return call(function)
         except UserCodeError as error:
@@ -202,7 +199,7 @@ class Callbacks:
             raise RuntimeError(f"callback {name} {error}{place_of(cause)}") from cause
 
     def close(self) -> None:
-        """Closes what trackers have opened, also after an error."""
+        """Close the trackers, also after an error."""
         for callback in self.callbacks:
             close = getattr(callback, "close", None)
             if close is not None:

@@ -1,6 +1,8 @@
-"""Logging to W&B by transformers' own callback. Added here: a resumed run continues the same W&B
-run, whose id is in `trackers.json` of the run directory; samples are logged as a table; and a run
-that failed is closed too. TensorBoard's events are written by `fastppo.run.log`.
+"""Logging to W&B by transformers' callback.
+
+In addition, a resumed run continues the same W&B run (its id is in `trackers.json` of the run
+directory), samples are logged as a table, and a failed run is closed. `fastppo.run.log` writes the
+TensorBoard events.
 """
 
 from __future__ import annotations
@@ -21,23 +23,22 @@ FILE = "trackers.json"
 
 
 class TrackedRun:
-    """What the tracker calls a run, kept in its directory for a resume.
+    """The name and id of a run in the tracker, saved in its directory for a resume.
 
-    Its name is the directory's with the time of the first start, so that two runs in directories of
-    one name are two.
+    The name is that of the directory with the time of the first start.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / FILE
         self.ids: dict[str, str] = {}
-        """The run's id in each tracker."""
+        """The id of the run by tracker."""
         self.name = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
         if self._path.exists():
             self.ids = json.loads(self._path.read_text("utf-8"))
             self.name = self.ids.pop("run_name")
 
     def keep(self, **ids: str) -> None:
-        """Writes the name and the ids, with these."""
+        """Add ids and save them with the name."""
         self.ids |= ids
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"run_name": self.name, **self.ids}, indent=1)
@@ -77,10 +78,10 @@ class Wandb(WandbCallback):
 
 
 def make_trackers(names: Sequence[str], run: TrackedRun) -> list[TrainerCallback]:
-    """The trackers of these names, of which W&B is the only one.
+    """Return the trackers of `report_to`. The only one is W&B.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: wandb is not installed.
     """
     if names and not is_wandb_available():
         raise ImportError("report_to=wandb needs wandb: pip install wandb")
@@ -88,7 +89,7 @@ def make_trackers(names: Sequence[str], run: TrackedRun) -> list[TrainerCallback
 
 
 def table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """(columns, rows) of samples.jsonl's records: a column for each reward, chats as JSON."""
+    """Return (columns, rows) of samples: one column per reward, chats as JSON."""
     flat = []
     for sample in samples:
         row: dict[str, Any] = {}

@@ -1,9 +1,8 @@
-"""Watching a run: signs that the reward is being gamed, and thresholds.
+"""Monitoring of a run: metrics of reward hacking, and thresholds on metrics.
 
-Over-optimisation shows in the responses before it shows in the reward: they grow long, loop, or
-become one response; and a reward that nothing is trained on stops agreeing with the one that is
-(`rollout_health`). What counts as too much is the user's to say, as `kl > 20` (`parse_threshold`,
-`crossed`). `Watch` holds the thresholds of one run.
+Over-optimization shows in the responses before it shows in the reward: they get long, repetitive or
+all the same, and the monitored rewards stop following the trained one (`rollout_health`). The user
+sets thresholds such as `kl > 20`. `Watch` holds the thresholds of a run.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ PAGE_ITEMS = {
     "skipped_steps": 10,
     "mismatch/outside": 11,
 }
-"""Where `PAGE` says what to do about a metric: items of "My run does not learn"."""
+"""Metrics explained on `PAGE`: their items of "My run does not learn"."""
 
-MEANINGS = {"reward_std": ": all responses earned the same"}
-"""What a warning about a metric means, where its name does not say it."""
+MEANINGS = {"reward_std": ": all responses got the same reward"}
+"""Explanations of metrics in warnings."""
 
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
-"""What differs between two warnings of one kind: a metric's value, an optimiser step."""
+"""The parts of a warning that vary: a metric's value, an optimizer step."""
 
 ABSENT_AFTER = 3
-"""Iterations after which a metric that never came is reported: in one batch a correlation may be
-undefined."""
+"""Iterations until a missing metric is reported. A correlation may be undefined in one batch."""
 
 
 # ---------------------------------------------------------------------------------- the responses
@@ -53,31 +51,30 @@ def rollout_health(
     scores: Sequence[float] | Tensor,
     monitors: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, float]:
-    """Signs of reward hacking and collapse in one batch of responses.
+    """Return metrics of reward hacking and collapse for a batch of responses.
 
     Args:
-        token_ids: [B] responses, their EOS included.
-        scores: [B] what is trained on.
-        monitors: rewards that are not trained on, [B] each (a gold reward).
+        token_ids: [B] responses, including EOS.
+        scores: [B] trained scores.
+        monitors: [B] each, rewards that are only monitored (a gold reward).
 
     Returns:
         dict:
             length_correlation: Pearson's r of score and length in tokens. Near 1, the reward pays
                 for length.
-            distinct_1, distinct_2: mean over the responses of distinct n-grams / n-grams within the
-                response, in (0, 1]. Loops and repetition push them down; so does length by itself.
-            unique_responses: distinct responses / responses, in (0, 1]. A policy that has collapsed
-                says one thing.
-            correlation/NAME: r of the trained score and the monitored reward. Falling while the
-                reward rises is over-optimisation.
+            distinct_1, distinct_2: distinct n-grams / n-grams of a response, averaged over the
+                responses, in (0, 1]. Repetition lowers them, and so does length.
+            unique_responses: distinct responses / responses, in (0, 1]. It is low for a collapsed
+                policy.
+            correlation/NAME: r of the trained score and a monitored reward. A fall while the reward
+                rises is over-optimization.
 
-        A key that is undefined (r where one side does not vary, n-grams where no response has n
-        tokens) is absent.
+        Undefined metrics are absent: r of a constant, n-grams of shorter responses.
 
     Raises:
-        ValueError: not one score or monitored reward per response.
+        ValueError: the number of scores or monitored rewards is not that of the responses.
 
-    Source: distinct-n: Li et al. 2016, section 5.2, there over all responses at once.
+    Source: distinct-n from Li et al. 2016, section 5.2, there over all responses at once.
     """
     scores = [float(score) for score in scores]
     lengths = [float(len(tokens)) for tokens in token_ids]
@@ -94,24 +91,24 @@ def rollout_health(
 
 
 def _distinct(ngrams: list[list[Any]]) -> float | None:
-    """The mean share of distinct n-grams of the responses that have any."""
+    """The mean fraction of distinct n-grams, over the responses with n-grams."""
     shares = [len(set(response)) / len(response) for response in ngrams if response]
     return statistics.fmean(shares) if shares else None
 
 
 def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
-    """Pearson's r; None where one side does not vary."""
+    """Pearson's r; None if x or y is constant."""
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
-    # By the values, because the variance of equal numbers may come out as rounding.
+    # The variance of equal numbers may be a rounding error instead of zero.
     if len(set(x)) < 2 or len(set(y)) < 2:
         return None
-    # r does not depend on the scale, but squares of numbers near the ends of the range do.
+    # Scaling does not change r, and keeps the squares of extreme numbers finite.
     largest_x = max(map(abs, x))
     largest_y = max(map(abs, y))
     try:
         return statistics.correlation([a / largest_x for a in x], [b / largest_y for b in y])
-    except statistics.StatisticsError:  # they differ by rounding alone
+    except statistics.StatisticsError:  # they differ by rounding errors
         return None
 
 
@@ -123,11 +120,11 @@ _THRESHOLD = re.compile(r"^\s*(?P<metric>[^<>=]*[^<>=\s])\s*(?P<op>[<>]=?)\s*(?P
 
 @dataclass(slots=True, frozen=True)
 class Threshold:
-    """A bound on a metric that a run should not cross."""
+    """A bound on a metric."""
 
     metric: str
     op: str
-    """>, >=, < or <=: the side on which the trouble is."""
+    """>, >=, < or <=. The threshold is crossed if the comparison is true."""
     value: float
 
     def __str__(self) -> str:
@@ -135,13 +132,13 @@ class Threshold:
 
 
 def parse_threshold(text: str, option: str = "threshold") -> Threshold:
-    """The threshold that a text like `kl > 20` states.
+    """Parse a threshold such as `kl > 20`.
 
     Args:
-        option: the option that the text is of, for the message.
+        option: the name of the option, for the message.
 
     Raises:
-        ValueError: no metric, another operator than > >= < <=, or no finite number.
+        ValueError: the text is not a metric, one of > >= < <=, and a finite number.
     """
     match = _THRESHOLD.match(text) if isinstance(text, str) else None
     try:
@@ -150,16 +147,15 @@ def parse_threshold(text: str, option: str = "threshold") -> Threshold:
         value = math.nan
     if match is None or not math.isfinite(value):
         raise ValueError(
-            f"{option} must read like `kl > 20`: a metric, one of > >= < <=, a number; got {text!r}"
+            f"{option} must be like `kl > 20`: a metric, one of > >= < <=, a number; got {text!r}"
         )
     return Threshold(match["metric"], match["op"], value)
 
 
 def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list[str]:
-    """A sentence for each threshold on whose far side its metric is, such as `kl = 31.2 > 20`.
+    """Return a sentence per crossed threshold, such as `kl = 31.2 > 20`.
 
-    A metric that is NaN counts as crossed, since no comparison would ever say so. One that is
-    absent does not: see `Watch`.
+    A metric that is NaN crosses every threshold. For a missing metric see `Watch`.
     """
     sentences = []
     for threshold in thresholds:
@@ -177,20 +173,19 @@ def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list
 
 
 def kind_of(warning: str) -> str:
-    """The warning without what differs between two of one kind."""
+    """Return a warning without its variable parts."""
     return VALUE.sub(r"\1", warning)
 
 
 def advice(warning: str) -> str:
-    """What a warning means and where a page helps, as the end of its sentence; nothing where none
-    does."""
+    """Return the explanation of a warning and the page that helps; "" without one."""
     metric = warning.partition(" = ")[0]
     item = PAGE_ITEMS.get(metric)
     return "" if item is None else f"{MEANINGS.get(metric, '')} (see {PAGE}, item {item})"
 
 
 def _digits(value: float, threshold: Threshold) -> str:
-    """The value with as few digits as still show on which side of the threshold it is."""
+    """Format a value with enough digits to show that it crosses the threshold."""
     for digits in (3, 6, 17):
         shown = f"{value:.{digits}g}"
         if _OPERATORS[threshold.op](float(shown), threshold.value):
@@ -199,13 +194,12 @@ def _digits(value: float, threshold: Threshold) -> str:
 
 
 class Watch:
-    """What one run is watched for, and what it has shown so far.
+    """The thresholds of a run.
 
     Args:
         warn_if, stop_if: thresholds.
-        expected: those of them whose metric is missed if it never comes: a sentence says so once,
-            lest one waits forever.
-        absent_after: iterations after which it does.
+        expected: thresholds whose metric must exist. A missing metric is reported once.
+        absent_after: iterations until it is reported.
     """
 
     def __init__(
@@ -220,22 +214,21 @@ class Watch:
         self.expected = list(expected)
         self.absent_after = absent_after
         self.stopped_by: list[str] = []
-        """Sentences of the thresholds of `stop_if` that the last metrics crossed."""
+        """A sentence per threshold of `stop_if` that the last metrics crossed."""
         self._iterations = 0
         self._metrics_seen: set[str] = set()
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
-        """Sentences to warn with about the metrics of an iteration."""
+        """Return the warnings about the metrics of an iteration."""
         self.stopped_by = crossed(self.stop_if, metrics)
         warnings = crossed(self.warn_if, metrics)
         if any(warning.startswith("reward_std = ") for warning in warnings):
-            # So that equal rewards are one warning: the advantages follow from them.
+            # Equal rewards imply equal advantages: one warning is enough.
             warnings = [text for text in warnings if not text.startswith("advantage_std = ")]
         return warnings + self._missing(metrics)
 
     def _missing(self, metrics: dict[str, float]) -> list[str]:
-        """In iteration `absent_after`, a sentence for each metric that is expected and never came,
-        with the nearest one that did."""
+        """In iteration `absent_after`, a sentence per missing metric, with the nearest name."""
         self._iterations += 1
         if self._iterations > self.absent_after:
             return []
@@ -250,15 +243,15 @@ class Watch:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 sentences.append(
                     f"no metric {threshold.metric!r} in the first {self.absent_after} iterations, "
-                    f"so `{threshold}` cannot be crossed{hint}"
+                    f"so `{threshold}` has no effect{hint}"
                 )
         return sentences
 
     def state_dict(self) -> dict[str, Any]:
-        """The metrics that have come so far, as JSON has them."""
+        """Return the metrics seen so far, as JSON."""
         return {"absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self._iterations = state["absent"]["calls"]
         self._metrics_seen = set(map(str, state["absent"]["seen"]))

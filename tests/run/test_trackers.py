@@ -1,6 +1,6 @@
-"""Trackers hear of a run through transformers' callbacks, and of a resumed one as the same run.
+"""Logging to W&B by transformers' callbacks.
 
-W&B is a stand-in here that keeps what it is told. Where it is installed, one test runs it offline.
+A fake wandb records the calls. If wandb is installed, one test runs it offline.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Table:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Heard]]:
-    """Puts a stand-in in a tracker's place; gives the list of what it is told."""
+    """Replace a tracker by a fake, and return the list of its calls."""
     folder = tmp_path / "packages"
     monkeypatch.syspath_prepend(str(folder))
 
@@ -84,7 +84,7 @@ def _of(heard: Heard, name: str) -> list[Any]:
     return [value for each, value in heard if each == name]
 
 
-def test_wandb_hears_of_a_run_and_of_its_resume_as_the_same_run(stand_in, tmp_path) -> None:
+def test_a_resumed_run_continues_the_same_wandb_run(stand_in, tmp_path) -> None:
     heard = stand_in("wandb")
     options = {"report_to": ["wandb"]}
     trainer = make_trainer(tmp_path, **options)
@@ -111,7 +111,7 @@ def test_wandb_hears_of_a_run_and_of_its_resume_as_the_same_run(stand_in, tmp_pa
     assert _of(heard, "log")[0]["train/global_step"] == 3
 
 
-def test_a_run_that_fails_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
+def test_a_failed_run_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
     heard = stand_in("wandb")
 
     def fails(prompts, completions):
@@ -122,13 +122,13 @@ def test_a_run_that_fails_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
     assert heard[-1] == ("finish", None)
 
 
-def test_without_the_package_the_install_command_is_named(tmp_path, monkeypatch) -> None:
+def test_a_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "is_wandb_available", lambda: False)
     with pytest.raises(ImportError, match="report_to=wandb needs wandb: pip install wandb"):
         trackers.make_trackers(["wandb"], TrackedRun(tmp_path))
 
 
-def test_two_runs_in_directories_of_one_name_have_two_names(tmp_path: Path) -> None:
+def test_the_name_of_a_run_is_kept_for_a_resume(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path / "a" / "ppo")
     run.keep(wandb="one")
     assert run.name.startswith("ppo-")
@@ -159,4 +159,4 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     known = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
     actual = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
     assert len(actual) == 2
-    assert all(name.endswith(known) for name in actual), "two parts of one run"
+    assert all(name.endswith(known) for name in actual)

@@ -1,4 +1,4 @@
-"""What a run is watched by: closed-form signs, and thresholds."""
+"""Metrics of reward hacking in closed form, and thresholds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fastppo.run.watch import (
 # ----------------------------------------------------------------------------------- the responses
 
 
-def test_the_correlations_are_numpys() -> None:
+def test_correlations_agree_with_numpy() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, 50)
     scores, gold = rng.normal(size=50), rng.normal(size=50)
@@ -44,14 +44,13 @@ def test_the_correlations_are_numpys() -> None:
         ([[1]], [0.1], [0.0]),  # one response
     ],
 )
-def test_a_correlation_with_what_does_not_vary_is_absent(responses, scores, gold) -> None:
-    """Not NaN: a NaN would be drawn and compared."""
+def test_a_correlation_with_a_constant_is_absent(responses, scores, gold) -> None:
     health = rollout_health(responses, scores, {"gold": gold})
     assert not {"length_correlation", "correlation/gold"} & health.keys()
     assert all(math.isfinite(value) for value in health.values())
 
 
-def test_distinct_ngrams_are_a_mean_over_responses_that_have_some() -> None:
+def test_distinct_ngrams_are_a_mean_over_responses_with_ngrams() -> None:
     health = rollout_health([[5, 5, 5], [1, 2], [9]], [0.0, 0.0, 0.0])
     assert health["distinct_1"] == pytest.approx((1 / 3 + 1 + 1) / 3)
     assert health["distinct_2"] == pytest.approx((1 / 2 + 1) / 2)
@@ -73,7 +72,7 @@ def test_distinct_ngrams_are_a_mean_over_responses_that_have_some() -> None:
         ("correlation/my-gold-1.5b <= -0.1", Threshold("correlation/my-gold-1.5b", "<=", -0.1)),
     ],
 )
-def test_a_threshold_reads_as_it_is_written(text: str, expected: Threshold) -> None:
+def test_a_threshold_is_parsed_and_printed(text: str, expected: Threshold) -> None:
     assert parse_threshold(text) == expected
     assert parse_threshold(str(expected)) == expected
 
@@ -81,21 +80,16 @@ def test_a_threshold_reads_as_it_is_written(text: str, expected: Threshold) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "kl 20",
-        "kl = 20",
         "kl => 20",
         "> 20",
-        "kl >",
-        20,
         "kl > x",
         "kl > nan",
-        "kl > 20 nats",
-        "kl > 1 > 0",
+        20,
     ],
 )
-def test_anything_else_is_refused_with_the_options_name(text) -> None:
-    with pytest.raises(ValueError, match=r"warn_if must read like `kl > 20`: .*; got") as caught:
+def test_other_texts_are_refused_with_the_name_of_the_option(text) -> None:
+    with pytest.raises(ValueError, match=r"warn_if must be like `kl > 20`: .*; got") as caught:
         parse_threshold(text, "warn_if")
     assert repr(text) in str(caught.value)
 
@@ -106,21 +100,21 @@ def test_crossed_thresholds_are_sentences_with_the_value() -> None:
     assert crossed(watched, metrics) == ["kl = 31.2 > 20", "kl = 31.25 >= 31.25"]
     assert crossed(watched, {"kl": 20.0, "entropy": 0.5}) == []
     assert crossed(watched, {"entropy": 0.123456}) == ["entropy = 0.123 < 0.5"]
-    # With the digits that show on which side it is.
+    # With enough digits to show the side.
     assert crossed(watched, {"kl": 20.004}) == ["kl = 20.004 > 20"]
     for op, crosses in ((">", [0, 0, 1]), (">=", [0, 1, 1]), ("<", [1, 0, 0]), ("<=", [1, 1, 0])):
         threshold = Threshold("m", op, 2.0)
         assert [len(crossed([threshold], {"m": x})) for x in (1.0, 2.0, 3.0)] == crosses, op
 
 
-def test_nan_crosses_every_threshold_and_what_is_no_number_none() -> None:
+def test_nan_crosses_every_threshold() -> None:
     watched = [Threshold("kl", ">", 20.0)]
     assert crossed(watched, {"kl": math.nan}) == ["kl = nan, watched for kl > 20"]
     assert crossed(watched, {"kl": math.inf}) == ["kl = inf > 20"]
     assert crossed(watched, {"kl": None}) == crossed(watched, {"kl": ["a"]}) == []
 
 
-# ---------------------------------------------------------------------------- all of it for one run
+# ------------------------------------------------------------------------------------------- Watch
 
 
 def _watch(warn: str = "kl > 20", stop: str = "entropy < 0.5") -> Watch:
@@ -128,24 +122,24 @@ def _watch(warn: str = "kl > 20", stop: str = "entropy < 0.5") -> Watch:
     return Watch(warn_if, stop_if, expected=[*warn_if, *stop_if])
 
 
-def test_a_watch_warns_and_says_what_stops_the_run() -> None:
+def test_a_watch_warns_and_stops() -> None:
     watch = _watch()
     assert watch({"kl": 1.0, "entropy": 1.0}) == []
     assert watch.stopped_by == []
     assert watch({"kl": 21.0, "entropy": 0.4}) == ["kl = 21 > 20"]
     assert watch.stopped_by == ["entropy = 0.4 < 0.5"]
     assert watch({"kl": 1.0, "entropy": 1.0}) == []
-    assert watch.stopped_by == [], "of the last metrics alone"
+    assert watch.stopped_by == []
 
 
-def test_equal_rewards_are_one_warning_that_says_so() -> None:
+def test_equal_rewards_give_one_warning() -> None:
     watch = Watch([parse_threshold(warning) for warning in WARNINGS])
     (warning,) = watch({"reward_std": 0.0, "advantage_std": 0.0})
-    assert advice(warning).startswith(": all responses earned the same (see ")
+    assert advice(warning).startswith(": all responses got the same reward (see ")
     assert watch({"reward_std": 0.5, "advantage_std": 0.0}) == ["advantage_std = 0 < 0.0001"]
 
 
-def test_an_expected_metric_that_never_comes_is_reported_once_with_the_nearest_name() -> None:
+def test_a_missing_metric_is_reported_once_with_the_nearest_name() -> None:
     thresholds = [parse_threshold(text) for text in ("entropi > 1", "kl > 20", "rare > 0")]
     watch = Watch(expected=thresholds)
     sentences = []
@@ -157,11 +151,11 @@ def test_an_expected_metric_that_never_comes_is_reported_once_with_the_nearest_n
     ]
     (sentence,) = sentences[ABSENT_AFTER - 1]
     assert "no metric 'entropi' in the first 3 iterations" in sentence
-    assert "`entropi > 1` cannot be crossed; did you mean entropy?" in sentence
-    assert not any(Watch(thresholds)({"kl": 1.0}) for _ in range(ABSENT_AFTER)), "none is expected"
+    assert "`entropi > 1` has no effect; did you mean entropy?" in sentence
+    assert not any(Watch(thresholds)({"kl": 1.0}) for _ in range(ABSENT_AFTER))
 
 
-def test_a_restored_watch_goes_on_as_if_it_had_never_stopped() -> None:
+def test_a_watch_is_restored() -> None:
     expected = [parse_threshold("speed > 1")]
     watch = Watch(expected=expected)
     assert watch({"kl": 1.0}) == []
@@ -172,7 +166,7 @@ def test_a_restored_watch_goes_on_as_if_it_had_never_stopped() -> None:
     assert "no metric 'speed'" in sentences[ABSENT_AFTER - 2][0]
 
 
-def test_every_default_warning_has_an_item_of_the_page_that_helps() -> None:
+def test_every_default_warning_has_an_item_in_troubleshooting() -> None:
     page = (Path(__file__).parents[2] / PAGE).read_text()
     section = page[page.index("## My run does not learn") : page.index("## My KL is negative")]
     for warning in WARNINGS:

@@ -1,4 +1,4 @@
-"""The charts of a report: what page/plots.js draws of the records of a run."""
+"""The charts of a report, as data for page/plots.js."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 from fastppo.run.report.panels import GROUPS, LABELS, OVERVIEW, Panel
 
 SPAN_RATIO = 4.0
-"""Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
+"""Rewards whose ranges differ by more than this factor get separate axes."""
 
 
 class Run(NamedTuple):
-    """What a run directory holds."""
+    """The content of a run directory."""
 
     name: str
     records: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     config: dict[str, Any]
     parts: list[dict[str, Any]]
-    """One entry for each start of the run: when, device, versions; see `fastppo.run.log`."""
+    """One entry per start of the run, from parts.jsonl."""
 
 
 class Chart(NamedTuple):
-    """A plot as page/plots.js draws it."""
+    """A plot for page/plots.js."""
 
     title: str
     note: str
@@ -31,31 +31,31 @@ class Chart(NamedTuple):
     xlabel: str
     x: list[float]
     series: list[dict[str, Any]]
-    """label, values, and what is special: right, joined."""
+    """label, values, and optionally right (axis) or joined (over gaps)."""
     range: list[float] | None = None
-    """The left axis; None fits it to the curves."""
+    """The range of the left axis; None fits it to the curves."""
 
 
 Groups = list[tuple[str, list[Chart]]]
-"""(heading, its charts)."""
+"""(heading, charts)."""
 
 
 def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, float]]]:
-    """((heading, its charts) of all panels that have data; metrics that never change)."""
+    """Return the charts of all panels with data, and (name, value) of constant metrics."""
     constants = _constants(records)
     groups = []
     for heading, panels in GROUPS:
         folded = {} if heading == OVERVIEW else constants
         charts = [chart for panel in panels if (chart := _panel(panel, records, folded))]
         if heading == "Reward":
-            charts = _gold_against_proxy(records) + charts
+            charts = _gold_and_proxy(records) + charts
         if charts:
             groups.append((heading, charts))
     return groups, list(constants.items())
 
 
 def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics that are the same in every iteration of several, but the reward."""
+    """Metrics other than the reward that have the same value in all of several iterations."""
     if len(records) < 2:
         return {}
     names = {name for record in records for name in record} - {"iteration", "warnings"}
@@ -70,16 +70,16 @@ def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
 def _panel(
     panel: Panel, records: list[dict[str, Any]], constants: dict[str, float]
 ) -> Chart | None:
-    """The panel's chart, or None if the run has none of its metrics, or none that changes."""
+    """The chart of a panel, or None if none of its metrics exists or changes."""
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = with_prefix(records, prefix)
-        # A single reward of weight 1 is the reward itself: one line is enough.
+        # A single reward of weight 1 is the reward itself.
         is_single = len(prefixed) == 1
         if not (is_single and _are_the_same(records, prefix[:-1], prefixed[0])):
             names += prefixed
     if all(row.get("eval/reward") == row.get("eval/greedy/reward") for row in records):
-        names = [name for name in names if name != "eval/reward"]  # greedy is the only mode
+        names = [name for name in names if name != "eval/reward"]  # all evaluations are greedy
     if all(name in constants for name in names):
         return None
     x = [number_of(record) for record in records]
@@ -89,7 +89,7 @@ def _panel(
             "label": LABELS.get(name, name),
             "values": [record.get(name) for record in records],
         }
-        if name.startswith("eval/"):  # with iterations between them, at which a line would end
+        if name.startswith("eval/"):  # not in every iteration
             curve["joined"] = True
             before = records[0].get(name.replace("eval/", "before/", 1))
             curve["values"][0] = records[0].get(name, before)
@@ -106,25 +106,25 @@ def _panel(
 
 
 def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> bool:
-    """Whether two metrics differ by no more than fp32 rounds off a mean."""
+    """Whether two metrics agree within the fp32 rounding of a mean."""
     both = ((record.get(first, 0.0), record.get(second, 0.0)) for record in records)
     return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in both)
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
-    """The range of an axis of shares, with a margin above but not beyond 1, or of a flat line."""
+    """The range of an axis for fractions, or for a flat line; None for others."""
     values = [y for curve in series for y in curve["values"] if is_finite(y)]
     low = min(values, default=0.0)
     high = max(values, default=1.0)
-    if not panel.unit.startswith("share"):
-        room = abs(low) or 1.0
-        return [low - room, low + room] if low == high else None
-    air = 0.1 * (high - low) or 0.1
-    return [max(low - air, min(low, 0.0)), min(high + air, max(high, 1.0))]
+    if not panel.unit.startswith("fraction"):
+        margin = abs(low) or 1.0
+        return [low - margin, low + margin] if low == high else None
+    margin = 0.1 * (high - low) or 0.1
+    return [max(low - margin, min(low, 0.0)), min(high + margin, max(high, 1.0))]
 
 
-def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
-    """The trained reward beside what is watched: where they part, the policy over-optimises."""
+def _gold_and_proxy(records: list[dict[str, Any]]) -> list[Chart]:
+    """The trained reward beside the monitored ones: they diverge under over-optimization."""
     monitors = with_prefix(records, "monitor/")
     names = ["reward", *monitors]
     rows = [record for record in records if all(name in record for name in names)]
@@ -145,8 +145,8 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     ]
     return [
         Chart(
-            title="Gold against proxy",
-            note="the trained reward and what is only watched",
+            title="Proxy and gold rewards",
+            note="the trained reward and the monitored ones",
             unit="reward",
             xlabel="iteration",
             x=[number_of(row) for row in rows],
@@ -156,15 +156,15 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
 
 
 def number_of(record: dict[str, Any]) -> Any:
-    """The number of a record's iteration: a person counts from 1, records from 0."""
+    """Return the iteration of a record, counted from 1 (records count from 0)."""
     return record["iteration"] + 1
 
 
 def with_prefix(records: list[dict[str, Any]], prefix: str) -> list[str]:
-    """The names of the metrics with this prefix."""
+    """Return the names of the metrics with this prefix."""
     return sorted({name for record in records for name in record if name.startswith(prefix)})
 
 
 def is_finite(value: float | None) -> bool:
-    """Whether there is a value, and it can be drawn."""
+    """Return whether a value is present and finite."""
     return value is not None and math.isfinite(value)

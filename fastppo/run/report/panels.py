@@ -1,4 +1,4 @@
-"""The panels of a report: their headings, and the metrics that each draws."""
+"""The panels of a report: headings, titles and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Panel(NamedTuple):
-    """One plot: a title, the axis label with its unit, and the metrics drawn in it."""
+    """One plot: its title, the label of its axis, and its metrics."""
 
     title: str
     unit: str
@@ -16,7 +16,7 @@ class Panel(NamedTuple):
 
 
 OVERVIEW = "Overview"
-"""The heading of the panels that are drawn first, also where they do not change."""
+"""The first panels, which are also drawn if they are constant."""
 
 GROUPS = (
     (
@@ -26,14 +26,14 @@ GROUPS = (
                 "Reward",
                 "reward",
                 ("reward", "eval/reward", "eval/greedy/reward"),
-                note="in training, and held out",
+                note="training and held-out",
             ),
             Panel("KL to the reference", "nats per sequence", ("kl",)),
             Panel(
                 "Critic",
                 "explained variance",
                 ("explained_variance",),
-                note="of Monte Carlo returns; 1 is perfect, 0 a constant",
+                note="of Monte Carlo returns; 1 is perfect, 0 is a constant",
             ),
             Panel("Response length", "tokens", ("response_length",)),
         ),
@@ -44,24 +44,24 @@ GROUPS = (
             Panel("Rewards", "unweighted", (), ("reward/",)),
             Panel("Held-out rewards", "unweighted", (), ("eval/reward/",)),
             Panel(
-                "Agreement with the gold reward",
+                "Correlation with the gold reward",
                 "correlation over responses",
                 (),
                 ("correlation/",),
-                "of each monitored reward and the trained one",
+                "of each monitored reward with the trained one",
             ),
             Panel(
-                "Disagreement of the ensemble",
+                "Ensemble disagreement",
                 "reward",
                 ("ensemble_disagreement",),
-                note="standard deviation over its members",
+                note="standard deviation over the members",
             ),
-            Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
+            Panel("Reward minus the KL penalty", "reward", ("rlhf_reward",)),
             Panel(
-                "Solved",
-                "share",
+                "Solved prompts",
+                "fraction",
                 ("solved", "left_out"),
-                note="of responses; of prompts",
+                note="solved responses, and prompts left out",
             ),
         ),
     ),
@@ -72,12 +72,12 @@ GROUPS = (
             Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
             Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
             Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
-            Panel("Early stops", "stopped", ("early_stopped",), note="on the KL to the rollout"),
+            Panel("Early stops", "stopped", ("early_stopped",), note="by the KL to the rollout"),
             Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
-            Panel("Clip fraction", "share of tokens", ("clip_fraction",)),
+            Panel("Clip fraction", "fraction of tokens", ("clip_fraction",)),
             Panel(
-                "Beyond the clip range",
-                "share of tokens",
+                "Ratio outside the clip range",
+                "fraction of tokens",
                 (
                     "ratio_above_positive",
                     "ratio_below_positive",
@@ -98,53 +98,53 @@ GROUPS = (
                 note="before the update",
             ),
             Panel(
-                "Calibration of the values",
+                "Value calibration",
                 "slope of the returns",
                 ("value_calibration",),
                 note="at the prompt; 1 is calibrated",
             ),
             Panel(
-                "What the values change",
+                "Effect of the values",
                 "correlation",
                 ("advantage_correlation",),
-                note="of the advantages with those without values; 1 is nothing",
+                note="of advantages with and without values; 1 is no effect",
             ),
             Panel(
                 "Spread",
                 "standard deviation",
                 ("advantage_std", "reward_std"),
-                note="of the advantages before whitening; of the responses' rewards",
+                note="of advantages before whitening, and of rewards",
             ),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
-            Panel("Clipped values", "share of tokens", ("value_clip_fraction",)),
+            Panel("Clipped values", "fraction of tokens", ("value_clip_fraction",)),
         ),
     ),
     (
         "Responses",
         (
-            Panel("EOS rate", "share of responses", ("eos_rate",)),
+            Panel("EOS rate", "fraction of responses", ("eos_rate",)),
             Panel(
                 "Reward and length",
                 "correlation over responses",
                 ("length_correlation",),
-                note="near 1, length is what pays",
+                note="near 1, the reward pays for length",
             ),
             Panel(
-                "Variety of the responses",
-                "share",
+                "Diversity of the responses",
+                "fraction",
                 ("distinct_1", "distinct_2", "unique_responses"),
-                note="distinct n-grams within one; distinct ones of all",
+                note="distinct n-grams per response, and distinct responses",
             ),
             Panel("Turns", "per episode", ("turns",)),
-            Panel("Ends of episodes", "share", (), ("finish/",)),
-            Panel("Calls of tools", "per episode", (), ("tools/",)),
+            Panel("Finish reasons", "fraction", (), ("finish/",)),
+            Panel("Tool calls", "per episode", (), ("tools/",)),
         ),
     ),
     (
-        "Optimiser",
+        "Optimizer",
         (
-            Panel("Loss", "as a step follows it", ("loss",)),
-            Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
+            Panel("Loss", "minimized loss", ("loss",)),
+            Panel("Pretraining loss", "nats per token", ("ptx_loss",)),
             Panel("Learning rate", "", ("learning_rate",)),
             Panel("Schedules", "coefficient", (), ("schedule/",)),
             Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
@@ -152,20 +152,20 @@ GROUPS = (
                 "Skipped steps",
                 "steps",
                 ("skipped_steps", "overflowed_steps"),
-                note="loss or gradient not finite; a loss scale that was too large",
+                note="loss or gradient not finite, or the loss scale too large",
             ),
-            Panel("Scale of the loss", "under fp16", ("loss_scale",)),
+            Panel("Loss scale", "fp16", ("loss_scale",)),
         ),
     ),
     (
         "Speed",
         (
             Panel("Speed", "response tokens per second", ("tokens_per_second",)),
-            Panel("Time of an iteration", "seconds", (), ("seconds/",)),
+            Panel("Time per iteration", "seconds", (), ("seconds/",)),
         ),
     ),
 )
-"""The panels under their headings. A panel without data is left out, and so is an empty heading."""
+"""Panels by heading. Panels without data and empty headings are left out."""
 
 PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
 
@@ -175,4 +175,4 @@ LABELS = {
     "ratio_above_negative": "A < 0, above",
     "ratio_below_negative": "A < 0, below: clipped",
 }
-"""Legends of metrics whose names need the context of their panel."""
+"""Legends of metrics whose names are unclear in a plot."""

@@ -1,7 +1,7 @@
 """The report of a run: one HTML file with plots and samples.
 
-The file is self-contained: it has the numbers, the plotting library (uPlot, MIT licence) and the
-script that calls it (page/plots.js).
+The file is self-contained: it contains the numbers, the plotting library (uPlot, MIT license) and
+page/plots.js.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from fastppo.run.report.charts import (
     number_of,
     with_prefix,
 )
-from fastppo.run.report.summary import critic_summary, summarize
+from fastppo.run.report.summary import summarize, summarize_critic
 from fastppo.run.watch import advice, kind_of
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
-"""Files of a run that its report links to."""
-
-STOPPED = "stopped: "
-"""Begins a run's warning that says why it ended."""
+"""Files of a run that the report links to."""
 
 LEAST_KL = 1e-6
-"""Nats. A sampled KL below it is the rounding of 0."""
+"""Nats. A smaller sampled KL is rounding error."""
 
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 
 
 def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
-    """Builds a page from the records of a run directory: its `report.html`, or `path`.
+    """Write the report of a run directory and return its path.
+
+    Args:
+        path: by default `report.html` in the run directory.
 
     Raises:
-        FileNotFoundError: there is no metrics.jsonl, or it is empty.
-        ValueError: it is not a PPO run, or a line of a file is no JSON object; both are named.
+        FileNotFoundError: metrics.jsonl is missing or empty.
+        ValueError: it is not a PPO run, or a line of a file is not a JSON object.
     """
     run = read_run(run_dir)
     groups, constants = make_charts(run.records)
@@ -63,11 +63,10 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         groups,
         name=run.name,
         header=_header(run) + _ending(run),
-        # A path is no address: `javascript:` or `#` in it would be taken for the address's parts.
         links=[(quote(Path(file).as_posix()), file) for file in files],
-        verdict=summarize(run.records),
-        notes={"Critic": critic_summary(run.records)},
-        summary=summary(run.records),
+        summary=summarize(run.records),
+        notes={"Critic": summarize_critic(run.records)},
+        changes=first_and_last(run.records),
         warnings=_warnings(run.records),
         constants=constants,
         samples=_pick_samples(run.samples),
@@ -76,17 +75,17 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """A run directory's records."""
+    """Read the records of a run directory."""
     run_dir = Path(run_dir)
     records = read_jsonl(run_dir / "metrics.jsonl")
     if not records:
         raise FileNotFoundError(
-            f"{run_dir / 'metrics.jsonl'}: no metrics there; is it a run directory?"
+            f"{run_dir / 'metrics.jsonl'} is missing or empty; is {run_dir} a run directory?"
         )
     if not all("iteration" in record for record in records):
         raise ValueError(
-            f"{run_dir} is not a PPO run, and only those have a report; the curves of sft and "
-            f"reward are in {run_dir / 'tensorboard'}"
+            f"{run_dir} is not a PPO run, and only those have a report. The curves of SFT and "
+            f"reward models are in {run_dir / 'tensorboard'}"
         )
     for record in records:
         if abs(record.get("kl", math.inf)) < LEAST_KL:
@@ -102,7 +101,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def _write(path: Path, groups: Groups, **fields: Any) -> Path:
-    """The page, with the charts' numbers and the library that draws them."""
+    """Render the page with the numbers of the charts and the plotting library."""
     import jinja2
 
     page = files("fastppo.run.report").joinpath("page")
@@ -111,7 +110,7 @@ def _write(path: Path, groups: Groups, **fields: Any) -> Path:
     charts = [_as_json(chart) for _, charts in groups for chart in charts]
     html = template.render(
         groups=groups,
-        # "</script>" in a name would end the block, and is in no number.
+        # "</script>" in a name would end the block.
         data=json.dumps(charts, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         uplot=page.joinpath("uplot.min.js").read_text("utf-8"),
         uplot_css=page.joinpath("uplot.min.css").read_text("utf-8"),
@@ -123,7 +122,7 @@ def _write(path: Path, groups: Groups, **fields: Any) -> Path:
 
 
 def _as_json(chart: Chart) -> dict[str, Any]:
-    """The chart without what is not set, NaN and infinities as gaps: JSON has neither."""
+    """The fields of a chart that are set. NaN and infinities become gaps: JSON has neither."""
     fields = {name: value for name, value in chart._asdict().items() if value is not None}
     fields["series"] = [
         curve | {"values": [y if is_finite(y) else None for y in curve["values"]]}
@@ -133,7 +132,7 @@ def _as_json(chart: Chart) -> dict[str, Any]:
 
 
 def _header(run: Run) -> list[str]:
-    """Lines on what ran, when, for how long and on what."""
+    """Lines with the model, start, duration, device and versions."""
     title = f"FastPPO · {counted(len(run.records), 'iteration')}"
     if run.config.get("model"):
         title += f" · {run.config['model']}"
@@ -153,16 +152,12 @@ def _header(run: Run) -> list[str]:
 
 
 def _ending(run: Run) -> list[str]:
-    """A line on why the run ended before its last iteration: its newest part or its last record has
-    it."""
-    warnings = run.records[-1].get("warnings") or ()
-    reasons = [warning.removeprefix(STOPPED) for warning in warnings if warning.startswith(STOPPED)]
-    if run.parts and run.parts[-1].get("ended"):
-        reasons = [str(run.parts[-1]["ended"])]
-    if not reasons:
+    """A line on why the run ended before its last iteration."""
+    reason = run.parts[-1].get("ended") if run.parts else None
+    if not reason:
         return []
     done = f"{len(run.records)} of {run.config.get('iterations', '?')} iterations"
-    return [f"Ended after {done}: {'; '.join(reasons)}"]
+    return [f"Ended after {done}: {reason}"]
 
 
 def _duration(seconds: float) -> str:
@@ -173,9 +168,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {left} s" if minutes else f"{left} s"
 
 
-def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(metric, its first value, mean of the last tenth) of what people look at first. What is held
-    out comes first: before the first update, and in the last evaluation."""
+def first_and_last(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return (metric, first value, mean of the last tenth) of the most important metrics.
+
+    For held-out rewards, which come first, it is the evaluation before training and the last one.
+    """
     rows = []
     for name in ("eval/reward", "eval/greedy/reward"):
         evaluated = [record[name] for record in records if name in record]
@@ -202,17 +199,17 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
 
 
 class Warned(NamedTuple):
-    """Warnings that differ in their numbers alone, such as those of one threshold."""
+    """Warnings that differ only in their numbers, such as those of one threshold."""
 
     when: str
     first: str
     last: str
     advice: str
-    """What the first means and where a page helps, as the console says it."""
+    """Meaning and documentation, as in the console."""
 
 
 def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
-    """What the run warned of, by the first iteration of each kind."""
+    """The warnings of a run by kind, in the order of their first iterations."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for record in records:
         for sentence in record.get("warnings") or ():
@@ -229,7 +226,7 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
 
 
 def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """A few samples of a few iterations, first and last included."""
+    """A few samples of a few iterations, including the first and the last."""
     iterations = sorted(set(map(number_of, samples)))
     count = min(SAMPLED_ITERATIONS, len(iterations))
     last = len(iterations) - 1
@@ -244,8 +241,7 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
-    """With `turns`, which hold what the policy read first too, or with the `messages` of a prompt
-    that is a chat."""
+    """The sample with its `turns`, or with the `messages` of a chat prompt."""
     prompt = sample.get("prompt")
     turns = sample.get("turns", [])
     messages = prompt if isinstance(prompt, list) and not turns else []

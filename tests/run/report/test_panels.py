@@ -1,4 +1,4 @@
-"""Panels: each metric has one, and legends are of metrics that there are."""
+"""The legends of panels belong to existing metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastppo.functional.losses import loss_metrics
 from fastppo.run.report.panels import LABELS, PANELS
 
 
-def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
+def test_the_clip_fractions_of_the_loss_share_a_panel() -> None:
     corners = {name for name in loss_metrics(torch.ones(len(SUMS))) if name in LABELS}
     assert corners == LABELS.keys()
     assert any(set(panel.metrics) == corners for panel in PANELS)

@@ -1,4 +1,4 @@
-"""The report: one file, every plot that has data, warnings in short, samples escaped."""
+"""The report is one file with every plot that has data, warnings and escaped samples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastppo import cli
 from fastppo.run.log import read_jsonl
 from fastppo.run.report.panels import GROUPS, PANELS
-from fastppo.run.report.report import summary, write_report
-from fastppo.run.report.summary import critic_summary, summarize
+from fastppo.run.report.report import first_and_last, write_report
+from fastppo.run.report.summary import summarize, summarize_critic
 
 METRICS = {
     **{name: 0.5 for panel in PANELS for name in panel.metrics},
@@ -56,20 +55,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_link_is_a_path_whatever_is_in_it(run: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "javascript:alert(1)" / "a#b?c"
-    odd.mkdir(parents=True)
-    shutil.copy(run / "metrics.jsonl", odd)
-    page = tmp_path / "page.html"
-    assert cli.main(["report", str(odd), "--output", str(page)]) == 0
-    html = page.read_text()
-    assert '<a href="javascript%3Aalert%281%29/a%23b%3Fc/metrics.jsonl">' in html
-
-
-def test_the_report_draws_every_panel_and_loads_nothing(run: Path) -> None:
+def test_the_report_has_every_panel_and_loads_nothing(run: Path) -> None:
     html = write_report(run).read_text()
     charts = _charts(html)
-    assert len(charts) == html.count('<div id="chart-') == len(PANELS) + 1  # gold against proxy
+    assert len(charts) == html.count('<div id="chart-') == len(PANELS) + 1  # proxy and gold rewards
     places = [(html.index('class="plots overview"'), GROUPS[0][1])]
     for heading, panels in GROUPS[1:]:
         places.append((html.index(f"<details><summary><h2>{heading}</h2>"), panels))
@@ -83,10 +72,10 @@ def test_the_report_draws_every_panel_and_loads_nothing(run: Path) -> None:
         assert name in html
     for loads in ("<link", "src=", "@import", "url("):
         assert loads not in html
-    assert html.count("<script") == 3  # the numbers, uPlot, and what tells it what to draw
+    assert html.count("<script") == 3  # numbers, uPlot, plots.js
 
 
-def test_text_of_the_model_is_escaped(run: Path) -> None:
+def test_the_text_of_samples_is_escaped(run: Path) -> None:
     html = write_report(run).read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
 
@@ -95,12 +84,15 @@ def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
     html = write_report(tmp_path).read_text()
     assert len(_charts(html)) == 1
-    for absent in ("Critic", "Gold against proxy", "Warnings", "Speed", "Responses"):
+    for absent in ("Critic", "Proxy and gold rewards", "Warnings", "Speed", "Responses"):
         assert absent not in html
 
 
-def test_the_summary_compares_the_first_iteration_with_the_last_tenth(run: Path) -> None:
-    rows = {name: (first, last) for name, first, last in summary(read_jsonl(run / "metrics.jsonl"))}
+def test_the_first_iteration_is_compared_with_the_last_tenth(run: Path) -> None:
+    rows = {
+        name: (first, last)
+        for name, first, last in first_and_last(read_jsonl(run / "metrics.jsonl"))
+    }
     assert rows["reward"] == pytest.approx((0.0, 1.85))
     assert "monitor/gold" in rows
 
@@ -147,7 +139,7 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
         pytest.param([{"reward": math.nan}] * 10, "Reward +nan", id="nan"),
         pytest.param(
             [{"reward": 0.5, "reward_std": 3e-8, "kl": 1.0}] * 3,
-            "All responses earned the same, 0.5 (see docs/troubleshooting.md, item 2)",
+            "All responses got the same reward, 0.5 (see docs/troubleshooting.md, item 2)",
             id="equal",
         ),
         pytest.param(
@@ -157,30 +149,30 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
         ),
     ],
 )
-def test_the_verdict_is_a_change_with_its_error(records: list[dict], sentence: str) -> None:
+def test_the_summary_is_a_change_with_its_error(records: list[dict], sentence: str) -> None:
     assert summarize(records) == sentence
 
 
-def test_the_critics_verdict_is_against_a_constant(run: Path) -> None:
+def test_the_critic_is_compared_with_a_constant(run: Path) -> None:
     last = {"explained_variance": 0.416}
-    assert "explains 42 % of the variance" in critic_summary([{"explained_variance": 0.0}, last])
-    assert "a constant would do as well" in critic_summary([{"explained_variance": -0.2}])
-    assert critic_summary([{"reward": 1.0}]) == ""
+    assert "explains 42 % of the variance" in summarize_critic([{"explained_variance": 0.0}, last])
+    assert "no better than a constant" in summarize_critic([{"explained_variance": -0.2}])
+    assert summarize_critic([{"reward": 1.0}]) == ""
     html = write_report(run).read_text()
-    assert "At the end the critic explains" in html[html.index("<h2>Critic</h2>") :]
-    assert '<p class="verdict">Reward' in html
+    assert "At the end, the critic explains" in html[html.index("<h2>Critic</h2>") :]
+    assert '<p class="summary">Reward' in html
 
 
-def test_a_run_without_change_is_drawn_flat(tmp_path: Path) -> None:
-    """A sampled KL of 3e-8 is the rounding of 0."""
+def test_a_constant_metric_is_a_flat_line(tmp_path: Path) -> None:
+    """A sampled KL of 3e-8 is rounding error."""
     chart = _charts(_write(tmp_path, [{"reward": 1.0, "kl": 3e-8 * (-1) ** i} for i in range(6)]))
     assert _curves(chart["KL to the reference"]) == {"kl": [0.0] * 6}
     assert chart["KL to the reference"]["range"] == [-1.0, 1.0]
 
 
-def test_what_is_held_out_is_first_and_from_before_the_first_update() -> None:
+def test_held_out_rewards_come_first_and_start_before_training() -> None:
     records = [{"reward": 0.1, "before/reward": 0.5}, {"reward": 0.2, "eval/reward": 1.5}]
-    assert summary(records)[:2] == [("eval/reward", 0.5, 1.5), ("reward", 0.1, 0.2)]
+    assert first_and_last(records)[:2] == [("eval/reward", 0.5, 1.5), ("reward", 0.1, 0.2)]
 
 
 def _write(directory: Path, records: list[dict]) -> str:
@@ -190,7 +182,7 @@ def _write(directory: Path, records: list[dict]) -> str:
 
 
 def _charts(html: str) -> dict[str, dict]:
-    """The charts' data by title."""
+    """The data of the charts by title."""
     (data,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', html, re.S)
     return {chart["title"]: chart for chart in json.loads(data)}
 
@@ -199,8 +191,7 @@ def _curves(chart: dict) -> dict[str, list]:
     return {curve["label"]: curve["values"] for curve in chart["series"]}
 
 
-def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> None:
-    """Their line would end at each gap, and show nothing."""
+def test_evaluations_are_joined_over_the_iterations_between(tmp_path: Path) -> None:
     records = [{"reward": i / 10} | ({"eval/reward": i} if i % 5 == 4 else {}) for i in range(20)]
     charts = _charts(_write(tmp_path, records))
     trained, held_out = charts["Reward"]["series"]
@@ -208,10 +199,10 @@ def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> 
     assert "joined" not in trained
 
 
-def test_a_greedy_evaluation_is_drawn_once_and_called_so(tmp_path: Path) -> None:
+def test_a_greedy_evaluation_is_drawn_once_and_named(tmp_path: Path) -> None:
     both = {"eval/reward": 1.0, "eval/greedy/reward": 1.0, "eval/reward_error": 0.1}
     records = [{"reward": 0.1, "kl": 0.0} | BEFORE, {"reward": 0.2, "kl": 1.0} | both]
-    assert summarize(records) == "Held-out reward, greedy, +2.0 ± 0.1, KL 1.0 nats"
+    assert summarize(records) == "Held-out reward (greedy) +2.0 ± 0.1, KL 1.0 nats"
     assert _curves(_charts(_write(tmp_path, records))["Reward"]).keys() == {
         "reward",
         "eval/greedy/reward",
@@ -221,18 +212,18 @@ def test_a_greedy_evaluation_is_drawn_once_and_called_so(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("after", "error", "says"),
     [
-        (-1.0, 0.0, "held-out reward, greedy, unchanged, KL 0.4 nats"),
-        (-0.9, 0.08, "held-out reward, greedy, +0.1 ± 0.1 (no change beyond noise), KL 0.4 nats"),
+        (-1.0, 0.0, "held-out reward (greedy) unchanged, KL 0.4 nats"),
+        (-0.9, 0.08, "held-out reward (greedy) +0.1 ± 0.1 (no change beyond noise), KL 0.4 nats"),
     ],
 )
-def test_greedy_responses_that_stay_stand_beside_sampled_ones_that_earn_more(
+def test_unchanged_greedy_responses_stand_beside_improved_sampled_ones(
     after: float, error: float, says: str
 ) -> None:
     last = {"eval/reward": after, "eval/greedy/reward": after, "eval/reward_error": error}
     records = [{"reward": i / 10, "kl": 0.4} for i in range(20)]
     records[0] |= {"before/reward": -1.0, "before/reward_error": error}
     records[-1] |= last
-    assert summarize(records) == f"Reward of sampled responses in training +1.80 ± 0.07; {says}"
+    assert summarize(records) == f"Training reward (sampled) +1.80 ± 0.07; {says}"
     for record in records:
         record["reward"] = 0.0
     records[5]["reward"] = 1.0
@@ -240,7 +231,7 @@ def test_greedy_responses_that_stay_stand_beside_sampled_ones_that_earn_more(
 
 
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
-    """Its mean is in fp64, the reward's in fp32, as in every run."""
+    """Its mean is in fp64 and the reward in fp32, as in every run."""
     means = [0.1, 0.2, -0.3, 1 / 3]
     records = [{"reward": torch.tensor(mean).item(), "reward/r": mean} for mean in means]
     assert any(record["reward"] != record["reward/r"] for record in records)
@@ -251,26 +242,26 @@ def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
     assert _curves(_charts(_write(tmp_path, weighted))["Rewards"]) == {"reward/r": means}
 
 
-def test_gold_is_drawn_against_proxy(tmp_path) -> None:
+def test_rewards_of_different_ranges_get_separate_axes(tmp_path) -> None:
     records = [{"reward": i / 9, "monitor/gold": i / 99, "kl": float(i**2)} for i in range(10)]
     charts = _charts(_write(tmp_path, records))
-    assert _curves(charts["Gold against proxy"])["reward"] == [i / 9 for i in range(10)]
-    right = [curve["right"] for curve in charts["Gold against proxy"]["series"]]
-    assert right == [False, True], "beside the reward the gold one would be a flat line"
+    assert _curves(charts["Proxy and gold rewards"])["reward"] == [i / 9 for i in range(10)]
+    right = [curve["right"] for curve in charts["Proxy and gold rewards"]["series"]]
+    assert right == [False, True]
 
 
-def test_what_is_not_finite_does_not_stop_the_report(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 1.0, "grad_norm": math.nan}, {"reward": 2.0}] * 3)
     chart = _charts(html)["Gradient norm"]
     assert _curves(chart) == {"grad_norm": [None] * 6}
 
 
 def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
-    """Those that differ in the value alone are one line: the first, the last, and how many."""
+    """Warnings that differ only in the value share a line: first, last, count."""
     records: list[dict] = [{"reward": 1.0} for _ in range(8)]
     for i in (3, 4, 6):
         records[i]["warnings"] = [f"kl = {20 + i} > 20"]
-    records[4]["warnings"] += ["kl = 24 > 22", "optimiser step 17: gradient norm nan, <skipped>"]
+    records[4]["warnings"] += ["kl = 24 > 22", "optimizer step 17: gradient norm nan, <skipped>"]
     html = _write(tmp_path, records)
     section = html[html.index("<h2>Warnings</h2>") : html.index("<h2>More charts</h2>")]
     rows = re.findall(r"<tr><td>(.*?)</td><td[^>]*>(.*?)</td></tr>", section)
@@ -278,11 +269,11 @@ def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
     assert rows == [
         ("iterations 4 to 7, 3 times", f"kl = 23 &gt; 20 … kl = 26 &gt; 20{help_with_kl}"),
         ("iteration 5", f"kl = 24 &gt; 22{help_with_kl}"),
-        ("iteration 5", "optimiser step 17: gradient norm nan, &lt;skipped&gt;"),
+        ("iteration 5", "optimizer step 17: gradient norm nan, &lt;skipped&gt;"),
     ]
 
 
-def test_metrics_that_never_change_are_folded_up(tmp_path: Path) -> None:
+def test_constant_metrics_have_no_chart(tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 1.0, "kl": float(i), "eos_rate": 1.0} for i in range(3)])
     assert list(_charts(html)) == ["Reward", "KL to the reference"]
     assert "<span>eos_rate <b>1</b></span>" in html
@@ -308,13 +299,13 @@ def test_an_episode_is_shown_as_turns_with_their_rewards(run: Path) -> None:
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     html = write_report(run).read_text()
     assert '<div class="turn  text"><b>system</b>Be &lt;b&gt;brief&lt;/b&gt;.</div>' in html
-    assert html.count("a &lt;b&gt; prompt") == 0, "the turns begin with what the policy read"
+    assert html.count("a &lt;b&gt; prompt") == 0
     policy = '<div class="turn drawn text"><b>policy · reward 0.500</b>add 2 &lt;b&gt;3&lt;/b&gt;'
     assert policy in html
     assert '<div class="turn answer text"><b>environment</b>5</div>' in html
 
 
-def test_the_header_says_when_where_and_how_long(run: Path) -> None:
+def test_the_header_has_start_duration_and_device(run: Path) -> None:
     part = {"first": 0, "started": "2026-11-22 09:30+00:00", "device": "A GPU"}
     part |= {"versions": {"torch": "2.13.0"}}
     (run / "parts.jsonl").write_text(json.dumps(part) + "\n")
@@ -328,7 +319,7 @@ def test_the_header_says_when_where_and_how_long(run: Path) -> None:
 
 
 def _in_browser(path: Path) -> str:
-    """The page as a browser has it, whose console said nothing."""
+    """The page in a browser, without console messages."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
@@ -339,13 +330,13 @@ def _in_browser(path: Path) -> str:
     return shown.stdout
 
 
-def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
+def test_a_browser_draws_every_chart(run: Path) -> None:
     path = write_report(run)
     path.write_text(path.read_text().replace("<details>", "<details open>"))
     assert _in_browser(path).count("<canvas") == len(PANELS) + 1
 
 
-def test_a_single_iteration_is_not_drawn_as_the_first_of_a_hundred(run: Path) -> None:
+def test_a_single_iteration_fills_its_chart(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text(path.read_text().splitlines()[0] + "\n")
     page = write_report(run)

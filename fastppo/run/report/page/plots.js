@@ -1,9 +1,9 @@
-// Draws each chart of the page's data with uPlot: zoom by dragging, all of it again by a double
-// click, values under the cursor. Colours are those of the page, light or dark.
+// Draws the charts with uPlot: drag to zoom, double-click to reset, values under the cursor.
+// The colours follow the page's light or dark scheme.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const HEIGHT = 210;  // pixels
-// Between two ticks. Of iterations, and of other numbers that are whole, there is no half.
+// Distances of ticks. Integers have no fractional ticks.
 const STEPS = Array.from({length: 25}, (_, i) => [1, 2, 5].map((step) => Number(`${step}e${i - 12}`))).flat();
 const WHOLE = STEPS.filter((step) => step >= 1);
 
@@ -16,7 +16,7 @@ const number = (value) => {
   return String(Number(value.toPrecision(4)));
 };
 
-// Where the cursor is: the values of all curves there, beside it.
+// The values of all curves at the cursor.
 function tooltip(chart) {
   const box = document.createElement("div");
   box.className = "tooltip";
@@ -73,7 +73,7 @@ function draw(chart, place) {
   if (chart.series.some((each) => each.right)) {
     axes.push({...room(chart.unit + ", right"), scale: "right", side: 1, grid: {show: false}});
   }
-  // Of one iteration; the library would draw a hundred.
+  // For a single iteration the library would draw a range of a hundred.
   const single = chart.x.length > 1 ? {} : {range: () => [chart.x[0] - 0.5, chart.x[0] + 0.5]};
   const fixed = chart.range === undefined ? {} : {y: {range: () => chart.range}};
   const options = {
@@ -85,7 +85,7 @@ function draw(chart, place) {
   return new uPlot(options, [chart.x, ...chart.series.map((each) => each.values)], place);
 }
 
-// A legend in words, where there is more than one curve; a click hides a curve.
+// A legend for more than one curve; a click hides a curve.
 function legend(chart, place, plot) {
   const list = document.createElement("div");
   list.className = "legend";
@@ -116,7 +116,7 @@ function drawAgain(entry) {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
   entries.filter(({plot}) => plot).forEach(drawAgain));
-// A chart is drawn when there is room for it: a section that opens, a phone that is turned.
+// Draw a chart once its section is open, and again when its width changes.
 const sized = new ResizeObserver((changes) => requestAnimationFrame(() => {
   for (const {target} of changes) {
     const entry = entries.find(({place}) => place === target);
