@@ -1,8 +1,7 @@
-"""Builds the pages as a site: python docs/make_site.py SITE (pip install -e ".[docs]")
+"""Build the pages as a site: python docs/make_site.py SITE (pip install -e ".[docs]")
 
-The pages link to each other and to files beside them as they lie in the repository. So the site is
-built from a copy of the pages and of the files that they link to, in the same folders, and every
-link that works in the repository works there. A link or anchor that leads nowhere fails.
+The site is built from a copy of the pages and the files they link to, in the folders of the
+repository, so that every link works in both. A broken link or anchor is an error.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "kernels/NOTES.md", "examples")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
-CSS = """/* Options and formulas break between words alone; a table that is too wide scrolls. */
+CSS = """/* Options and formulas break only between words; wide tables scroll. */
 .md-typeset table code { word-break: normal; }
-/* Pictures have the ground of a light page. */
+/* Pictures have a white background. */
 .md-typeset img { background: white; }
 """
 
@@ -30,7 +29,7 @@ CONFIG = {
     "site_name": "FastPPO",
     "theme": {
         "name": "material",
-        "font": False,  # the reader's own: a page loads nothing from elsewhere
+        "font": False,  # a page loads nothing from other sites
         "palette": [
             {"media": "(prefers-color-scheme: light)", "scheme": "default"},
             {"media": "(prefers-color-scheme: dark)", "scheme": "slate"},
@@ -45,7 +44,7 @@ CONFIG = {
     ],
     "plugins": ["search"],
     "extra_css": ["site.css"],
-    "use_directory_urls": False,  # so that the site can be read from files, too
+    "use_directory_urls": False,  # so that the site works from files
     "validation": {
         "links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "warn"},
         "nav": {"omitted_files": "ignore"},
@@ -54,13 +53,13 @@ CONFIG = {
 
 
 def navigation(index: str) -> list[dict[str, str]]:
-    """The pages in the order of the index of docs."""
+    """Return the pages in the order of docs/README.md."""
     found = dict.fromkeys(re.findall(r"\[([^]]+)\]\((\w[\w-]*\.md)\)", index))
     return [{title: f"docs/{page}"} for title, page in found]
 
 
 def gather(target: Path) -> None:
-    """Copies the pages, and the files that they link to, to their places below `target`."""
+    """Copy the pages and the files they link to into `target`."""
     for name in PAGES:
         source = ROOT / name
         if source.is_dir():
@@ -79,7 +78,7 @@ def gather(target: Path) -> None:
 
 
 def build(site: Path) -> None:
-    """Builds the site; raises SystemExit with mkdocs' warnings, of which none is allowed."""
+    """Build the site; raises SystemExit with the warnings of mkdocs, if there are any."""
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "pages"
         gather(pages)
@@ -91,7 +90,7 @@ def build(site: Path) -> None:
             "nav": [{"FastPPO": "README.md"}, {"Pages": "docs/README.md"}, *navigation(index)],
         }
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        # GitHub's anchors, so that one link is right in both places.
+        # Anchors as on GitHub.
         github = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"
         path = Path(folder) / "mkdocs.yml"
         path.write_text(text.replace("'!!slugify'", github), encoding="utf-8")

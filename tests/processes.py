@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Python in separate processes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PATHS = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
-"""Where the packages of this tree are found."""
+"""PYTHONPATH of this tree."""
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-"""One process imports what a run imports; each of a test's is a fork of it, and starts at once."""
+"""One process imports torch and fastppo; the processes of tests are forks of it."""
 FORKSERVER.set_forkserver_preload(["fastppo.ppo.trainer", "fastppo.stages.sft", "tiny"])
 
 
 def python(
     *arguments: str, cwd: Path = ROOT, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What Python did of these arguments, with this tree's packages; it ended with the code."""
+    """Run Python with this tree's packages, and check its exit code."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -34,7 +34,7 @@ def python(
 
 
 def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What so many processes of torchrun did of these arguments, with this tree's packages."""
+    """Run `count` processes by torchrun with this tree's packages."""
     variables = {
         "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
@@ -51,6 +51,6 @@ def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def loaded_after(source: str) -> set[str]:
-    """The modules that a process has loaded after the source."""
+    """Return the modules loaded by a process that runs `source`."""
     printed = python("-c", f"import sys\n{source}\nprint(*sys.modules)").stdout
     return set(printed.splitlines()[-1].split())

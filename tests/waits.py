@@ -1,7 +1,7 @@
-"""How often the host would wait for a GPU: reads of a value, or of a shape that depends on one.
+"""Count the synchronizations of host and GPU: reads of a value, or of a shape that depends on one.
 
-On a GPU torch itself refuses them; on a CPU, where nothing waits, they are counted as operations.
-Host arithmetic on lengths is NumPy's or Python's, and so is none.
+On a GPU, torch refuses them. On a CPU they are counted as operations. Host arithmetic on lengths
+uses NumPy or Python, so it is not counted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class _Reads(TorchDispatchMode):
 
 
 ON_A_CPU_ALONE = {"_scaled", "find_packed_sequence_indices"}
-"""`fastppo.functional.gradients._scaled` looks at a CPU's factor, and never at a GPU's.
-transformers makes a mask for packed rows where there are no kernels for them, which a GPU in half
-precision has."""
+"""Reads that do not happen on a GPU: `fastppo.functional.gradients._scaled` only reads the factor
+of a CPU, and transformers makes a mask for packed rows only without flash-attn kernels."""
 
 
 def _reads_on_a_cpu_alone() -> bool:
@@ -49,13 +48,12 @@ def _reads_on_a_cpu_alone() -> bool:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """The reads within the block, by operation; `tolist` of a tensor, which needs none on a CPU,
-    is one of them."""
+    """Count the reads in the block by operation, including `tolist` of a tensor."""
     seen: Counter[str] = Counter()
     tolist = Tensor.tolist
 
     def counting(x: Tensor) -> Any:
-        # Lengths are int64 on the host by contract; what is computed on the device is float.
+        # Lengths are int64 tensors of the host; floats are computed on the device.
         if x.is_floating_point():
             seen["tolist"] += 1
         return tolist(x)
@@ -67,10 +65,7 @@ def counted() -> Iterator[Counter[str]]:
 
 @contextmanager
 def refused_by_torch() -> Iterator[None]:
-    """On a GPU: torch raises where the host would wait; afterwards the mode is what it was.
-
-    Setting a mode warns, which is an error in these tests.
-    """
+    """On a GPU, raise an error at every synchronization in the block."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         _set_mode("error")

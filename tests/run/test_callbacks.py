@@ -100,7 +100,7 @@ def test_a_callback_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         tmp_path, callbacks=[Listener(on_step_end="should_training_stop")], iterations=5
     )
     metrics = trainer.train()
-    assert "ended after 1 of 5 iterations: a callback asked for it" in capsys.readouterr().err
+    assert "ended after 1 of 5 iterations: a callback requested it" in capsys.readouterr().err
     assert metrics["reward"] == records(trainer)[-1]["reward"]
     assert len(records(trainer)) == 1
     for name in ("policy/config.json", "report.html", "checkpoint-000001"):

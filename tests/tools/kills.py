@@ -1,11 +1,11 @@
-"""Kills runs of `fastppo train` (by one process and by two), `sft`, `reward` and `recipe` again and
-again, and compares what they end in with runs that nobody killed.
+"""Kill runs at random times, resume them, and compare their results with uninterrupted runs.
 
     python tests/tools/kills.py 200
 
-Most die by SIGKILL, of two processes one; others lose their console with a signal, as by Ctrl-C
-under `tee` or a terminal that closes. It raises AssertionError where a checkpoint is lost, where a
-process ends in another way, or where the bits differ.
+The runs are `fastppo train` (one process and two), `sft`, `reward` and `recipe`. Most are killed by
+SIGKILL, with two processes only one of them. Others get a signal and lose their console, as by
+Ctrl-C under `tee` or a terminal that closes. The script raises AssertionError if a checkpoint is
+lost, a process ends in another way, or the bits differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import command_line
 from command_line import Folder
@@ -43,13 +42,13 @@ ROWS = [
 
 
 def pipe(path: Path) -> tuple[Path, int]:
-    """A pipe by its name, as `| tee` would be, and its reader."""
+    """Return the path of a pipe, as by `| tee`, and the descriptor of its reader."""
     os.mkfifo(path)
     return path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def terminal(path: Path) -> tuple[Path, int]:
-    """A terminal by its name, and what shows it."""
+    """Return the path of a terminal and the descriptor of its other side."""
     shown, its_end = os.openpty()
     tty.setraw(its_end)
     os.set_blocking(shown, False)
@@ -57,10 +56,10 @@ def terminal(path: Path) -> tuple[Path, int]:
 
 
 def read_on(reader: int, process: BaseProcess, seconds: float) -> None:
-    """Reads what a process writes to its console, which would block it in the end."""
+    """Read the output of a process, which would block on a full pipe."""
     end = time.monotonic() + seconds
     while process.is_alive() and time.monotonic() < end:
-        with suppress(OSError):  # nothing is there yet
+        with suppress(OSError):  # no output yet
             os.read(reader, 2**16)
         process.join(0.02)
 
@@ -72,22 +71,19 @@ CONSOLES: dict[str, tuple[Callable[[Path], tuple[Path, int]], signal.Signals]] =
 
 
 UNFINISHED = {"train": ".checkpoint-*", "recipe": "*recipe.txt*"}
-"""What is in the run directory while a command writes; `.unfinished` of the others."""
-
-GIVEN_UP = "could not be written"
-"""In the record after a console has ended."""
+"""Files of the run directory while a command writes; `.unfinished` for the others."""
 
 PATIENCE = 5.0
-"""Seconds that the other processes are given when one is killed: torchrun ends them too."""
+"""Seconds for the other processes to end after one is killed."""
 
 
 class Victim:
-    """A run that is killed, and one of the same options that is not.
+    """A run to kill, and the result of an uninterrupted run with the same options.
 
     Args:
         command: `train`, `sft`, `reward` or `recipe`.
-        path: where its folder is made.
-        ranks: processes that share it.
+        path: its folder.
+        ranks: its number of processes.
     """
 
     def __init__(self, command: str, path: Path, ranks: int = 1) -> None:
@@ -95,16 +91,16 @@ class Victim:
         self.folder = Folder(path)
         self.ranks = ranks
         self.newest = ""
-        """Name of the newest checkpoint that there was."""
+        """The name of the newest checkpoint so far."""
         self.rows = path / "rows.jsonl"
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         self.log = path / "log.txt"
         begin = time.monotonic()
         self.finish()
         self.seconds = time.monotonic() - begin
-        """That a run takes which nobody kills."""
+        """Duration of an uninterrupted run."""
         self.untouched = self.bits()
-        """What such a run makes."""
+        """Result of an uninterrupted run."""
         shutil.rmtree(self.folder.run)
 
     def flags(self) -> list[str]:
@@ -122,7 +118,7 @@ class Victim:
         ]
 
     def start(self, output: Path) -> list[BaseProcess]:
-        """Its processes, from the first rank on."""
+        """Start its processes, in the order of the ranks."""
         if self.ranks == 1:
             return [command_line.start(self.flags(), output)]
         with socket.socket() as probe:
@@ -136,29 +132,29 @@ class Victim:
         ]
 
     def finish(self) -> None:
-        """Runs on to the end."""
+        """Run to the end."""
         if self.command == "recipe":
-            return  # what follows the files is the other commands'
+            return  # only its files are tested
         codes = [command_line.finish(process) for process in self.start(self.log)]
         assert codes == [0] * self.ranks, self.log.read_text()
 
     def bits(self) -> dict[str, bytes]:
-        """What it has made, but for times and for what records say of consoles."""
+        """The result, without times."""
         run = self.folder.run
         if self.command == "train":
             bits = self.folder.bits()
-            return bits | {"metrics.jsonl": _metrics(json.loads(bits["metrics.jsonl"]))}
+            return bits
         if self.command == "recipe":
-            lay_out(find(RECIPE), run)  # what is not there yet
+            lay_out(find(RECIPE), run)  # adds missing files
             names = (OWNER, "run.yaml", *find(RECIPE).shipped.values())
             return {name: (run / name).read_bytes() for name in names}
         records = read_jsonl(run / "metrics.jsonl")
         untimed = [{k: v for k, v in r.items() if "runtime" not in k} for r in records]
         weights = (run / "model.safetensors").read_bytes()
-        return {"model.safetensors": weights, "metrics.jsonl": _metrics(untimed)}
+        return {"model.safetensors": weights, "metrics.jsonl": json.dumps(untimed).encode()}
 
     def kill(self, draw: random.Random, *, with_consoles: bool = True) -> str | None:
-        """Starts it and kills it; how, or None where it came to its end before."""
+        """Start the run and kill it; return how, or None if it ended before."""
         run = self.folder.run
         ways = ["SIGKILL", "SIGKILL", "SIGKILL in a write"]
         if with_consoles and self.ranks == 1 and self.command != "recipe":
@@ -185,7 +181,7 @@ class Victim:
             victim.kill()
         else:
             os.close(reader)
-            with suppress(ProcessLookupError):  # it came to its end by itself
+            with suppress(ProcessLookupError):  # it has ended
                 os.kill(victim.pid or 0, signum)
         codes = [_end(process, is_victim=process is victim) for process in processes]
         if any(code == 0 for code in codes):
@@ -201,14 +197,14 @@ class Victim:
         newest = max([*self.folder.checkpoints(), ""], key=_number)
         assert _number(newest) >= _number(self.newest), f"{self.newest} is lost"
         self.newest = newest
-        if self.command == "recipe":  # its files are made once
+        if self.command == "recipe":  # its files are written once
             assert self.bits() == self.untouched, "recipe: other files"
             shutil.rmtree(run)
         return way
 
 
 def _end(process: BaseProcess, *, is_victim: bool) -> int:
-    """Waits for a process, and ends it where it waits for the victim; its exit code."""
+    """Wait for a process, end it if it waits for the victim, and return its exit code."""
     if not is_victim:
         process.join(PATIENCE)
         process.terminate()
@@ -217,21 +213,12 @@ def _end(process: BaseProcess, *, is_victim: bool) -> int:
     return command_line.finish(process)
 
 
-def _metrics(records: list[dict[str, Any]]) -> bytes:
-    """Records without the sentence on a console that was given up, and the key of none."""
-    for record in records:
-        warnings = [text for text in record.pop("warnings", []) if GIVEN_UP not in text]
-        if warnings:
-            record["warnings"] = warnings
-    return json.dumps(records).encode()
-
-
 def _number(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2] or 0)
 
 
 def kill(count: int, path: Path, seed: int = 0, *, with_consoles: bool = True) -> Counter[str]:
-    """Kills so many runs in all; how often in which way."""
+    """Kill `count` runs, and return how often each way was used."""
     draw = random.Random(seed)
     kinds = [("train", 1), ("sft", 1), ("reward", 1), ("recipe", 1), ("train", 2)]
     victims = [Victim(name, path / f"{name}-{ranks}", ranks) for name, ranks in kinds]
