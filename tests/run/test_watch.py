@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.ppo.options.config import WARNINGS
+from fastppo.ppo.options.run import WARNINGS
 from fastppo.run.watch import (
     ABSENT_AFTER,
     PAGE,
