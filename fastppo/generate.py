@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastppo.data.addresses import load_prompts
 from fastppo.data.chat import decode_completions
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import Rows
@@ -34,7 +35,6 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.trunk import context_length
 from fastppo.ppo.checkpoints import policy_of
-from fastppo.rewards.addresses import load_prompts
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, score
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling

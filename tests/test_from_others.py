@@ -188,7 +188,7 @@ def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
 
 def test_a_reward_for_trls_messages_gets_an_explanation(tmp_path: Path, capsys) -> None:
     assert _check(tmp_path, 'return [len(c[-1]["content"]) for c in completions]') == 1
-    assert "which takes lists, completions of texts, and returns" in capsys.readouterr().err
+    assert "which takes lists, completions as strings, and returns" in capsys.readouterr().err
 
 
 def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:

@@ -1,25 +1,24 @@
-"""Agents that know nothing of FastPPO but the URL of a chat model, as environments.
+"""Agents written for an OpenAI-compatible server, as environments.
 
-environment: chat:agent.py:play
+environment: chat:agent.py:run
 
-    def play(base_url, api_key, prompt, answer):
+    def run(base_url, api_key, prompt, answer):
         client = OpenAI(base_url=base_url, api_key=api_key)
         ...
         return reward
 
-The function is called once for each response of a batch, with `base_url`, `api_key`, `prompt` and
-those of the row's columns that it names; it may be a coroutine function. Its key is its session: a
-conversation that grows from request to request, each of which repeats the messages before, answers
-included, and goes on from them. What the policy answers is a turn; what is between two answers
-stands between the turns. The reward, which the function returns, is paid at the last turn.
+The function, or coroutine function, is called once per response, with `base_url`, `api_key`,
+`prompt` and the columns of the row that it names. The key identifies the session. A session is one
+conversation: each request repeats all earlier messages, answers included, and appends to them. Each
+answer is a turn of the policy. The reward that the function returns goes to the last turn.
 
-A response that is cut off is answered with the finish reason `length`, and after it, or where turns
-or room have run out, every request is refused. What the function returns then is the reward still;
-if it raises instead, the reward is 0.
+A truncated answer has the finish reason `length`. After it, and after the last turn or at the end
+of the context, requests are refused. The function may still return a reward; if it raises instead,
+the reward is 0.
 
-The server answers to `/v1/chat/completions` in the form of OpenAI's API (version 1) while there are
-sessions, on a port of 127.0.0.1 that is free, or at `chat:agent.py:play?host=…&port=…`. A key is
-256 random bits, without which nothing is answered.
+The server implements `/v1/chat/completions` of OpenAI's API (version 1) while there are sessions.
+It listens on a free port of 127.0.0.1, or at `chat:agent.py:run?host=…&port=…`. Keys are 256 random
+bits, and requests without one are refused.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fastppo.functional.scalars import describe
 from fastppo.rewards.calling import (
     SHUTDOWN_TIMEOUT,
     UserCodeError,
@@ -44,40 +44,40 @@ from fastppo.rewards.calling import (
 )
 
 SCHEME = "chat:"
-"""Begins the address of an agent."""
+"""Prefix of the address of an agent."""
 
 INSTALL = 'pip install -e ".[chat]"'
 
 FINISHED = "stop"
 TRUNCATED = "length"
-"""The finish reasons of OpenAI's API."""
+"""Finish reasons of OpenAI's API."""
 
-OVER = "the episode is over: it has as many turns or tokens as it may have"
+OVER = "the episode is over: it has reached its limit of turns or tokens"
 
 ENDED = "the session has ended"
 
 UNSUPPORTED = ("functions", "logit_bias", "logprobs", "response_format", "tools")
-"""Options of a request that ask for what is not done here."""
+"""Request options that are refused."""
 
 TEXT = {"type": "text"}
-"""The `response_format` that is done, which is the default."""
+"""The supported `response_format`, which is the default."""
 
-LONGEST_SHUTDOWN = 1
-"""Seconds that the server waits at shutdown for open requests."""
+GRACEFUL_SHUTDOWN = 1
+"""Seconds that the server waits for open requests at shutdown."""
 
 
 class RefusedError(Exception):
-    """A request that cannot be answered: says why."""
+    """A request that is answered with an error."""
 
 
 class PolicyTurn(NamedTuple):
-    """A turn of the policy, the answer to a request of an agent."""
+    """A turn of the policy, the answer to a request."""
 
     text: str
-    read: int
+    prompt_tokens: int
     """Tokens of the conversation before it."""
-    written: int
-    """Tokens of the turn, a stop token included."""
+    completion_tokens: int
+    """Tokens of the turn, stop token included."""
 
 
 class ChatAnswer(NamedTuple):
@@ -88,153 +88,158 @@ class ChatAnswer(NamedTuple):
 
     @property
     def message(self) -> dict[str, str]:
-        """The message in the form of OpenAI's API."""
+        """The message in OpenAI's format."""
         return {"role": "assistant", "content": self.turn.text}
 
     @property
     def usage(self) -> dict[str, int]:
-        """The token counts in the form of OpenAI's API."""
+        """The token counts in OpenAI's format."""
         return {
-            "prompt_tokens": self.turn.read,
-            "completion_tokens": self.turn.written,
-            "total_tokens": self.turn.read + self.turn.written,
+            "prompt_tokens": self.turn.prompt_tokens,
+            "completion_tokens": self.turn.completion_tokens,
+            "total_tokens": self.turn.prompt_tokens + self.turn.completion_tokens,
         }
 
 
 class Agent:
-    """Makes sessions of an agent.
+    """Create sessions of an agent.
 
     Args:
-        play: called as the module says.
-        host, port: where the server listens; port 0 is one that is free. `base_url` has both.
+        run: the agent, see the module's docstring.
+        host, port: address of the server. Port 0 is a free one.
 
     Raises:
         ImportError: starlette or uvicorn is not installed.
-        TypeError: the port is no number.
+        TypeError: the port is not a number.
     """
 
-    def __init__(self, play: Callable[..., Any], *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, run: Callable[..., Any], *, host: str = "127.0.0.1", port: int = 0) -> None:
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 raise ImportError(f"agents need {package}: {INSTALL}")
         if not isinstance(port, int):
             raise TypeError(f"expected a port that is a number, got {port!r}")
-        self.play = play
-        self.__name__ = getattr(play, "__name__", type(play).__name__)
+        self.run = run
+        self.__name__ = getattr(run, "__name__", type(run).__name__)
         self.server = ChatServer(host, port)
 
     def __call__(self) -> Session:
-        return Session(self.play, self.server)
+        return Session(self.run, self.server)
 
 
 class Session:
-    """An environment of `fastppo.environments.pool` that runs an agent's calls one at a time.
+    """An environment of `fastppo.environments.pool` that runs one call of an agent at a time.
 
     Args:
-        play: the agent.
-        server: where it sends its requests.
+        run: the agent.
+        server: the server for its requests.
     """
 
-    def __init__(self, play: Callable[..., Any], server: ChatServer) -> None:
-        self.play = play
+    def __init__(self, run: Callable[..., Any], server: ChatServer) -> None:
+        self.run = run
         self.server = server
         self.key = ""
-        self.playing: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[Any] | None = None
         """The call of the agent."""
-        self.is_paid = False
-        """Whether what it returned was read."""
+        self.has_returned_reward = False
+        """Whether `step` has returned the agent's reward."""
         self.requests: asyncio.Queue[list[dict[str, Any]]]
-        """Requests that the trainer has not read: one at most."""
+        """Requests that the trainer has not read, at most one."""
         self.messages: list[dict[str, Any]] = []
-        """The conversation, up to the last request or answer."""
+        """The conversation up to the last request or answer."""
         self.answer: asyncio.Future[ChatAnswer] | None = None
-        """What the last request waits for."""
+        """The answer to the last request."""
         self.is_over = False
         self.was_refused = False
-        """Whether there was a request after the end."""
+        """Whether a request was refused because the episode is over."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
-        """Calls the agent; the messages of its first request."""
+        """Start the agent. Return the messages of its first request."""
         await self._stop()
-        base_url = await self.server.opened_by(self)
+        base_url = await self.server.join(self)
         self.key = secrets.token_urlsafe(32)
         self.server.sessions[self.key] = self
         self.requests = asyncio.Queue()
         self.messages = []
         self.answer = None
-        self.is_paid = False
+        self.has_returned_reward = False
         self.is_over = False
         self.was_refused = False
         row = {**columns, "prompt": prompt, "base_url": base_url, "api_key": self.key}
-        self.playing = asyncio.create_task(self._called(row))
-        messages = await self._next_request(self.playing)
+        self.task = asyncio.create_task(self._call_agent(row))
+        messages = await self._next_request(self.task)
         if messages is None:
-            raise RuntimeError(f"{_result(self.playing)!r} was returned without a request")
+            raise RuntimeError(f"{_result(self.task)!r} was returned without a request")
         return messages
 
     async def step(self, turn: PolicyTurn) -> tuple[Any, Any, bool]:
-        """Answers the request: (the messages of the next that are new, 0, False), or where the
-        agent has returned ("", the reward, True)."""
-        assert self.playing is not None
+        """Answer the request.
+
+        Returns:
+            (new messages of the next request, 0, False), or ("", reward, True) if the agent has
+            returned.
+        """
+        assert self.task is not None
         known = self._reply(ChatAnswer(turn, FINISHED))
-        messages = await self._next_request(self.playing)
+        messages = await self._next_request(self.task)
         if messages is None:
-            self.is_paid = True
-            return "", _result(self.playing), True
+            self.has_returned_reward = True
+            return "", _result(self.task), True
         return messages[known:], 0.0, False
 
     async def end(self, cut_off: PolicyTurn | None) -> Any:
-        """What an agent returns, unless `step` has paid it.
+        """End the episode. Return the agent's reward unless `step` has returned it.
 
         Args:
-            cut_off: the policy's last turn, where it was cut off.
+            cut_off: the policy's last turn if it was truncated.
         """
-        assert self.playing is not None
-        if self.is_paid:
+        assert self.task is not None
+        if self.has_returned_reward:
             return 0.0
         self.is_over = True
         if cut_off is not None:
             self._reply(ChatAnswer(cut_off, TRUNCATED))
         elif self.answer is not None:
             # An agent that has returned already did not wait for the answer.
-            self.was_refused = not self.playing.done()
+            self.was_refused = not self.task.done()
             self.answer.set_exception(RefusedError(OVER))
-        await asyncio.wait({self.playing})
-        if self.playing.exception() is not None and self.was_refused:
+        await asyncio.wait({self.task})
+        if self.task.exception() is not None and self.was_refused:
             return 0.0
-        return _result(self.playing)
+        return _result(self.task)
 
     async def close(self) -> None:
-        """Ends the call of the agent, and with the last session the server."""
+        """Stop the agent, and with the last session the server."""
         await self._stop()
-        await self.server.left_by(self)
+        await self.server.leave(self)
 
     def ask(self, messages: list[dict[str, Any]]) -> asyncio.Future[ChatAnswer]:
-        """What will be the answer to a request.
+        """Take a request. Return a future of its answer.
 
         Raises:
-            RefusedError: it does not go on from what was said, or the episode is over.
+            RefusedError: the request does not continue the conversation, or the episode is over.
         """
         if self.is_over:
             self.was_refused = True
             raise RefusedError(OVER)
         if self.answer is not None and not self.answer.done():
-            if messages == self.messages:  # a client that was tired of waiting sends it again
+            if messages == self.messages:  # a client repeats the request after its time limit
                 return self.answer
             raise RefusedError(
                 "an earlier request of the session has no answer yet: a session is one "
-                "conversation, whose requests come one after the other"
+                "conversation, and its requests come one after the other"
             )
         for place, (before, now) in enumerate(zip(self.messages, messages, strict=False), 1):
             if not _is_same(before, now):
                 raise RefusedError(
-                    f"message {place} is not the one that it was: a session is one conversation, "
-                    f"which each request goes on with; expected {_shown(before)}, got {_shown(now)}"
+                    f"message {place} differs from the earlier one: each request must continue "
+                    f"the session's conversation; expected {_describe(before)}, got "
+                    f"{_describe(now)}"
                 )
         if len(messages) <= len(self.messages):
             raise RefusedError(
                 f"got {len(messages)} messages, and the conversation has {len(self.messages)}: a "
-                "request must hold all of them, answers included, and go on"
+                "request must repeat all of them, answers included, and append to them"
             )
         self.messages = messages
         self.answer = asyncio.get_running_loop().create_future()
@@ -242,42 +247,42 @@ class Session:
         return self.answer
 
     def _reply(self, answer: ChatAnswer) -> int:
-        """Answers the request; the number of messages with the answer."""
+        """Answer the request. Return the number of messages, the answer included."""
         assert self.answer is not None
         self.messages = [*self.messages, answer.message]
         self.answer.set_result(answer)
         return len(self.messages)
 
-    async def _called(self, row: Mapping[str, Any]) -> Any:
-        """The agent, in a thread of its own unless it is a coroutine function."""
-        play = functools.partial(self.play, **keywords_for(self.play, row))
-        if inspect.iscoroutinefunction(self.play):
-            return await await_call(play)
-        return await asyncio.wrap_future(call_in_thread(play))
+    async def _call_agent(self, row: Mapping[str, Any]) -> Any:
+        """Call the agent, in a thread unless it is a coroutine function."""
+        function = functools.partial(self.run, **keywords_for(self.run, row))
+        if inspect.iscoroutinefunction(self.run):
+            return await await_call(function)
+        return await asyncio.wrap_future(call_in_thread(function))
 
-    async def _next_request(self, run: asyncio.Task[Any]) -> list[dict[str, Any]] | None:
-        """The messages of the next request; None where the agent has returned."""
+    async def _next_request(self, task: asyncio.Task[Any]) -> list[dict[str, Any]] | None:
+        """Wait for the next request. Return its messages, or None if the agent has returned."""
         request = asyncio.create_task(self.requests.get())
-        await asyncio.wait({request, run}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({request, task}, return_when=asyncio.FIRST_COMPLETED)
         if request.done():
             return request.result()
         request.cancel()
         return None
 
     async def _stop(self) -> None:
-        """Ends a call that goes on: its thread, if it has one, at its next request."""
+        """Stop the agent. A thread ends at its next request."""
         self.server.sessions.pop(self.key, None)
         if self.answer is not None and not self.answer.done():
             self.answer.set_exception(RefusedError(ENDED))
-        if self.playing is not None:
-            self.playing.cancel()
-            await asyncio.wait({self.playing}, timeout=SHUTDOWN_TIMEOUT)  # it may take no end
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task}, timeout=SHUTDOWN_TIMEOUT)
 
 
-def _result(run: asyncio.Task[Any]) -> Any:
-    """What an agent returned; raises what it raised."""
+def _result(task: asyncio.Task[Any]) -> Any:
+    """Return what an agent returned, or raise what it raised."""
     try:
-        return run.result()
+        return task.result()
     except UserCodeError as error:
         raise error.__cause__ or error from None
 
@@ -286,33 +291,33 @@ def _result(run: asyncio.Task[Any]) -> Any:
 
 
 class ChatServer:
-    """Serves sessions, from the first that opens it to the last that leaves.
+    """Serve sessions. It starts with the first session and stops with the last.
 
     Args:
-        host, port: as of `Agent`.
+        host, port: as for `Agent`.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.port = port
         self.sessions: dict[str, Session] = {}
-        """The open sessions by key."""
-        self._users: set[Session] = set()
+        """Open sessions by key."""
+        self._members: set[Session] = set()
         self._server: Any = None
         self._serving: asyncio.Task[None]
         self._base_url = ""
 
-    async def opened_by(self, user: Session) -> str:
-        """The base URL of the server, which is started where it is not there."""
-        self._users.add(user)
+    async def join(self, session: Session) -> str:
+        """Start the server if necessary. Return its base URL."""
+        self._members.add(session)
         if self._server is None:
             self._start()
         return self._base_url
 
-    async def left_by(self, user: Session) -> None:
-        """Stops the server when its last user leaves."""
-        self._users.discard(user)
-        if self._server is not None and not self._users:
+    async def leave(self, session: Session) -> None:
+        """Stop the server after its last session."""
+        self._members.discard(session)
+        if self._server is not None and not self._members:
             self._server.should_exit = True
             self._server = None
             await self._serving
@@ -328,7 +333,7 @@ class ChatServer:
                 Route("/v1/models", self._models),
             ]
         )
-        # Bound here, so that requests wait for a server that has not begun to listen.
+        # Bound here, so that requests queue until the server listens.
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         bound = socket.create_server((self.host, self.port), family=family)
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -339,7 +344,7 @@ class ChatServer:
                 lifespan="off",
                 ws="none",
                 access_log=False,
-                timeout_graceful_shutdown=LONGEST_SHUTDOWN,
+                timeout_graceful_shutdown=GRACEFUL_SHUTDOWN,
                 log_config=None,
                 log_level="warning",
             )
@@ -347,7 +352,7 @@ class ChatServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
 
     def _session_of(self, request: Any) -> Session | None:
-        """The session whose key a request has."""
+        """Return the session of a request's key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         return self.sessions.get(key.strip()) if scheme.lower() == "bearer" else None
 
@@ -368,7 +373,7 @@ class ChatServer:
         try:
             body = await request.json()
             answer = await asyncio.shield(session.ask(_read_request(body)))
-        except (RefusedError, ValueError) as error:  # the second of what is no JSON
+        except (RefusedError, ValueError) as error:  # ValueError: invalid JSON
             return _refusal(str(error), 400)
         completion = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -378,15 +383,15 @@ class ChatServer:
         if body.get("stream"):
             options = body.get("stream_options")
             has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            events = _streamed(answer, completion, has_usage=has_usage)
+            events = _stream(answer, completion, has_usage=has_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
         whole = {"object": "chat.completion", "choices": [choice], "usage": answer.usage}
         return JSONResponse(completion | whole)
 
 
-def _streamed(answer: ChatAnswer, completion: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """The answer as server-sent events, in one piece: a turn is drawn before it is answered."""
+def _stream(answer: ChatAnswer, completion: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
+    """Yield an answer as server-sent events, with the whole text in one event."""
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": answer.message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
@@ -400,7 +405,7 @@ def _streamed(answer: ChatAnswer, completion: dict[str, Any], *, has_usage: bool
 
 
 def _refusal(sentence: str, status: int) -> Any:
-    """An error in the form of OpenAI's API."""
+    """Return an error in OpenAI's format."""
     from starlette.responses import JSONResponse
 
     error = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
@@ -408,16 +413,16 @@ def _refusal(sentence: str, status: int) -> Any:
 
 
 def _read_request(body: Any) -> list[dict[str, Any]]:
-    """The messages of a request, as a chat template takes them.
+    """Return the messages of a request in the format of chat templates.
 
     Raises:
-        RefusedError: there are none, or the request asks for what is not done here.
+        RefusedError: there are no messages, or an option is not supported.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise RefusedError("expected an object with a list `messages`")
     for name in UNSUPPORTED:
         if body.get(name) and body[name] != TEXT:
-            raise RefusedError(f"{name} is not supported: a request has a policy's text for answer")
+            raise RefusedError(f"{name} is not supported: the policy answers with text")
     if body.get("n") not in (None, 1):
         raise RefusedError(f"n must be 1, got {body['n']}: a session is one conversation")
     if not body["messages"]:
@@ -426,37 +431,38 @@ def _read_request(body: Any) -> list[dict[str, Any]]:
 
 
 def _read_message(message: Any) -> dict[str, Any]:
-    """A message with a content that is a text, and without what is null."""
+    """Return a message with its content as a string and without null values."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RefusedError(f"expected a message with a role, got {message!r}")
+        raise RefusedError(f"expected a message with a role, got {describe(message)}")
     content = message.get("content")
     if content is None:
         content = ""
     if isinstance(content, list):
         content = "".join(_text_of(part) for part in content)
     if not isinstance(content, str):
-        raise RefusedError(f"a {message['role']} message has content that is no text")
+        raise RefusedError(f"the content of a {message['role']} message must be text")
     given = {name: value for name, value in message.items() if value is not None}
-    # A newer name, which chat templates do not have.
+    # Chat templates have no role `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
     return {**given, "role": role, "content": content}
 
 
 def _text_of(part: Any) -> str:
-    """The text of a part of a message's content."""
+    """Return the text of a part of a message's content."""
     text = part.get("text") if isinstance(part, dict) else None
     if not isinstance(text, str) or part.get("type") != "text":
-        raise RefusedError(f"expected parts of type text in a message's content, got {part!r}")
+        raise RefusedError(
+            f"expected parts of type text in a message's content, got {describe(part)}"
+        )
     return text
 
 
 def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a message is one that was sent or answered; clients may trim an answer."""
+    """Compare a message with an earlier one. Clients may strip an answer."""
     if before["role"] == "assistant" and now["role"] == "assistant":
         return before["content"].strip() == now["content"].strip()
     return before == now
 
 
-def _shown(message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    return repr(f"{message['role']}: {content if len(content) < 80 else content[:80] + '…'}")
+def _describe(message: Mapping[str, Any]) -> str:
+    return describe(f"{message['role']}: {message['content']}")

@@ -1,7 +1,4 @@
-"""Load environments by name.
-
-The name is `file.py:Name`, `package.module:Name`, `chat:file.py:name` or `package:name`.
-"""
+"""Load environments by name."""
 
 from __future__ import annotations
 
@@ -10,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastppo.data import fingerprint
+from fastppo.data import addresses, fingerprint
 from fastppo.environments.agents import SCHEME, Agent
 from fastppo.environments.tools import Tools, is_tool_class
-from fastppo.rewards import addresses
 from fastppo.rewards.loading import load_callable
 from fastppo.rewards.reward import RewardTerm
 
 
 def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
-    """What makes environments, `file.py:Name`, `package.module:Name`, an agent `chat:file.py:name`,
-    an address of another package or a callable, with its fingerprint; None for an empty name.
+    """Load what creates environments, with its fingerprint.
+
+    Args:
+        spec: `file.py:Name`, `package.module:Name`, an agent `chat:file.py:name`, an address of
+            another package, or a callable. "" gives None.
 
     Raises:
         ValueError: it does not exist.
@@ -30,7 +29,9 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     if isinstance(spec, str) and spec.startswith(SCHEME):
         return _load_agent(spec)
     if isinstance(spec, str) and addresses.is_address(spec):
-        make: Any = addresses.load_environment(spec)
+        make: Any = addresses.load(
+            spec, "environment", lambda adapter, target: adapter.load_environment(target)
+        )
         if inspect.iscoroutinefunction(make):
             make = Agent(make)
         term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
@@ -40,7 +41,7 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
         return term
     try:
         tools: Any = Tools(term.function)
-    except (ValueError, TypeError) as error:  # the second of attributes that are something else
+    except (ValueError, TypeError) as error:
         raise ValueError(f"environment {spec}: {error}") from error
     return replace(term, function=tools)
 

@@ -1,9 +1,9 @@
-"""Tools of an MCP server that is started as a process of its own.
+"""Tools of an MCP server, which runs as a subprocess.
 
 environment: mcp:python server.py
 
-Its tools are called like methods (`fastppo.environments.tools`); `rewards` scores the responses.
-All episodes of a process share one server, so its tools must not keep state between calls.
+The tools are called as in `fastppo.environments.tools`, and `rewards` scores the responses. All
+episodes of a process share one server, so tools must not keep state between calls.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ except ImportError:  # its name in version 1
     from mcp import McpError as MCPError
 
 START_TIMEOUT = 30.0
-"""Seconds in which a server has said which tools it has."""
+"""Seconds for a server to start and list its tools."""
 
-TAKEN = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
-"""Names that mean something else in a class of tools."""
+RESERVED = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
+"""Names with another meaning in a class of tools."""
 
 
-class _InWords(logging.Filter):
-    """Holds back what the package logs, with a traceback, of each line of a server that is no
-    message: the error of a server that is refused says it in words."""
+class _HideParseErrors(logging.Filter):
+    """Drop the package's traceback for each line of a server that is not a message.
+
+    `Server` reports such lines in its error message.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Failed to parse JSONRPC message" not in record.getMessage()
 
 
-logging.getLogger("mcp.client.stdio").addFilter(_InWords())
+logging.getLogger("mcp.client.stdio").addFilter(_HideParseErrors())
 
 
 def load_environment(command: str) -> type:
-    """A class of tools, those of the server that a command starts.
+    """Start a server and return a class with its tools as methods.
 
     Raises:
-        DataError: the command starts no server, or one without tools that can be used.
+        DataError: the command does not start a server, or its tools cannot be used.
     """
     server = Server(command)
     tools = server.tools()
@@ -60,10 +62,10 @@ def load_environment(command: str) -> type:
         raise
 
     def reset(self: Any) -> None:
-        """The prompt is read as it is."""
+        """Leave the prompt as it is."""
 
     async def close(self: Any) -> None:
-        """Ends the server."""
+        """Stop the server."""
         await asyncio.to_thread(server.close)
 
     members: dict[str, Any] = {tool["name"]: _method(server, tool["name"]) for tool in tools}
@@ -77,10 +79,10 @@ def load_environment(command: str) -> type:
 
 
 class Server:
-    """A server, and the session with it.
+    """A server process and the session with it.
 
     Args:
-        command: as a shell takes it; the server has the environment and the folder of this process.
+        command: a shell command. The server inherits environment variables and working directory.
     """
 
     def __init__(self, command: str) -> None:
@@ -95,20 +97,20 @@ class Server:
         self._portal: BlockingPortal | None = None
         self._session: ClientSession
         self._tools: list[dict[str, Any]] = []
-        self._is_readable = True
-        """Whether each line of the server was a message."""
+        self._wrote_other_lines = False
+        """Whether the server wrote a line to stdout that is not a message."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """What the server lists, as the protocol has it; starts it.
+        """Start the server and list its tools in the protocol's format.
 
         Raises:
-            DataError: there is no server, or it does not answer as the protocol has it.
+            DataError: the server does not start or does not follow the protocol.
         """
         self._started()
         return self._tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What a tool returns, its texts.
+        """Call a tool and return its text.
 
         Raises:
             RuntimeError: the tool failed.
@@ -123,29 +125,29 @@ class Server:
             raise RuntimeError(error.error.message) from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             raise ConnectionError(f"the MCP server {self.command} has ended") from error
-        answer = _on_the_wire(result)
+        answer = _in_protocol_format(result)
         text = "\n".join(block["text"] for block in answer["content"] if block["type"] == "text")
         if answer["isError"]:
             raise RuntimeError(text)
         return text
 
     def close(self) -> None:
-        """Ends the server, which the next call starts again."""
+        """Stop the server. The next call starts it again."""
         self._portal = None
         self._open.close()
 
     def _started(self) -> BlockingPortal:
-        """The loop of the session, in a thread of its own."""
+        """Return the event loop of the session, which runs in its own thread."""
         if self._portal is None:
             try:
                 self._start()
             except (OSError, MCPError, TimeoutError, RuntimeError, ValueError) as error:
-                # The last two are of an answer that is not as the protocol has it.
+                # RuntimeError and ValueError: the answer does not follow the protocol.
                 self.close()
                 reason = str(error).partition("\n")[0]
                 reason = reason or f"no list of its tools within {START_TIMEOUT:g} s"
-                if not self._is_readable:
-                    reason += "; it writes to stdout what is no message, and logs belong on stderr"
+                if self._wrote_other_lines:
+                    reason += "; stdout must have messages only, and logs belong on stderr"
                 raise DataError(f"{self.command} does not start an MCP server: {reason}") from error
         assert self._portal is not None
         return self._portal
@@ -154,43 +156,43 @@ class Server:
         portal = self._open.enter_context(start_blocking_portal())
         enter = portal.wrap_async_context_manager
         read, write = self._open.enter_context(enter(stdio_client(self.parameters)))
-        session = ClientSession(read, write, message_handler=self._message)
+        session = ClientSession(read, write, message_handler=self._on_message)
         self._session = self._open.enter_context(enter(session))
         self._tools = portal.call(_list_tools, self._session)
         self._portal = portal
 
-    async def _message(self, message: Any) -> None:
-        """Takes what answers no call: a line that is no message comes as the exception on it."""
+    async def _on_message(self, message: Any) -> None:
+        """Note the parse error of a line that is not a message."""
         if isinstance(message, Exception):
-            self._is_readable = False
+            self._wrote_other_lines = True
 
 
 def _check_tools(command: str, tools: list[dict[str, Any]]) -> None:
-    """Raises DataError where there are none, or one whose name means something else."""
+    """Raise DataError if there are no tools, or one has a reserved name."""
     if not tools:
         raise DataError(f"{command}: the MCP server has no tools")
     for tool in tools:
-        if tool["name"] in TAKEN or tool["name"].startswith("_"):
+        if tool["name"] in RESERVED or tool["name"].startswith("_"):
             raise DataError(
-                f"{command}: the MCP server's tool {tool['name']!r} has a name that is taken"
+                f"{command}: the MCP server's tool {tool['name']!r} has a reserved name"
             )
 
 
 async def _list_tools(session: ClientSession) -> list[dict[str, Any]]:
-    """The tools of a session that has not begun, all pages of them."""
+    """Initialize a session and list the tools of all pages."""
     with anyio.fail_after(START_TIMEOUT):
         await session.initialize()
-        page = _on_the_wire(await session.list_tools())
+        page = _in_protocol_format(await session.list_tools())
         tools = page["tools"]
         while page["nextCursor"] is not None:
             params = PaginatedRequestParams(cursor=page["nextCursor"])
-            page = _on_the_wire(await session.list_tools(params=params))
+            page = _in_protocol_format(await session.list_tools(params=params))
             tools += page["tools"]
     return tools
 
 
-def _on_the_wire(message: Any) -> dict[str, Any]:
-    """A message under the protocol's own names: the package's are others in each version."""
+def _in_protocol_format(message: Any) -> dict[str, Any]:
+    """Return a message with the protocol's names. The package's names differ between versions."""
     return message.model_dump(by_alias=True)
 
 
@@ -202,7 +204,7 @@ def _method(server: Server, name: str) -> Any:
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as a chat template takes it."""
+    """Convert a tool to the format of chat templates."""
     function = {
         "name": tool["name"],
         "description": tool["description"] or "",

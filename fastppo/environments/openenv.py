@@ -1,12 +1,12 @@
-"""Servers of OpenEnv as environments.
+"""OpenEnv servers as environments.
 
 environment: openenv:http://localhost:8000
 
-Each response of a batch has a session of its own. A turn of the policy is an action: the text of
-its one required field, if that is a string (`?action=field` names another), else the action as
-JSON. What the policy reads is the observation's one text field (`?observation=field`), or all of
-its fields as JSON. What is no action is answered with why. For typed clients and other forms, make
-the environment in a file:
+Each response of a batch has its own session. A turn of the policy is an action: the text of the
+action's one required field if that is a string (`?action=field` names another), otherwise the
+action as JSON. The policy reads the observation's one text field (`?observation=field`), or all
+fields as JSON. An invalid action is answered with the error. For typed clients and other formats,
+create the environment in a file:
 
     from fastppo.environments.openenv import OpenEnv
     from my_env import MyAction, MyEnv
@@ -27,30 +27,31 @@ from typing import Any
 
 from openenv.core import EnvClient, GenericEnvClient
 
+from fastppo.data.addresses import Address
 from fastppo.data.rows import DataError
-from fastppo.rewards.addresses import Address, as_opening
+from fastppo.environments.pool import as_opening
 
 CONNECTIONS = 3
-"""Attempts to begin an episode on a server that cannot be reached or has no session free."""
+"""Attempts to start an episode on a server that is unreachable or has no free session."""
 PAUSE = 2.0
-"""Seconds before the second attempt; twice as long before each further one."""
+"""Seconds before the second attempt. The pause doubles with each attempt."""
 SCHEMA_TIMEOUT = 10.0
 """Seconds to wait for a server's schema."""
-REFUSED = "(code: VALIDATION_ERROR)"
-"""How the client's error ends where the server's action has other fields or types."""
-FULL = "(code: CAPACITY_REACHED)"
-"""How it ends where no session is free."""
-NOTHING = '""'
-"""What the policy reads of an empty text, which has no tokens of its own."""
-SAID_APART = ("done", "reward", "metadata")
-"""Fields of an observation that are not for the policy to read."""
+INVALID_ACTION = "(code: VALIDATION_ERROR)"
+"""End of the client's error for an action with wrong fields or types."""
+NO_FREE_SESSION = "(code: CAPACITY_REACHED)"
+"""End of the client's error at the server's limit of sessions."""
+EMPTY = '""'
+"""Observation for an empty text, which has no tokens."""
+NOT_OBSERVED = ("done", "reward", "metadata")
+"""Fields of an observation that the policy does not read."""
 
 
 def load_environment(target: str) -> Callable[[], OpenEnv]:
-    """What makes sessions of the server at an address.
+    """Return a function that creates sessions of a server.
 
     Raises:
-        DataError: the server does not answer, or the schema leaves open what the action is.
+        DataError: the server does not answer, or there are unknown options.
     """
     url, options = Address.of(target)
     unknown = options.keys() - {"action", "observation"}
@@ -71,12 +72,12 @@ def load_environment(target: str) -> Callable[[], OpenEnv]:
 
 
 class OpenEnv:
-    """A session of an OpenEnv server, by any of its clients.
+    """A session of an OpenEnv server.
 
     Args:
-        client: of the server; each environment needs one of its own.
-        action: from the policy's text to an action; raises ValueError for a text that is none.
-        observation: from an observation to a text or chat messages.
+        client: client of the server. Each environment needs its own.
+        action: converts the policy's text to an action. Raises ValueError for an invalid text.
+        observation: converts an observation to a text or chat messages.
     """
 
     def __init__(
@@ -91,47 +92,49 @@ class OpenEnv:
         self.observation = observation
 
     async def reset(self, prompt: Any, seed: int | None = None) -> Any:
-        """Begins an episode; what the policy reads first, or None for the prompt where the server
-        says nothing. A server that is not there yet is tried again."""
+        """Start an episode, with retries while the server is unreachable.
+
+        Returns:
+            the first observation, or None for the prompt if the server returns no text.
+        """
         options = {} if seed is None else {"seed": seed}
         for attempt in range(CONNECTIONS):
             try:
                 result = await self.client.reset(**options)
-                said = self.observation(result.observation) or None
-                return as_opening(said, prompt) if isinstance(said, str) else said
+                text = self.observation(result.observation) or None
+                return as_opening(text, prompt) if isinstance(text, str) else text
             except (OSError, RuntimeError, asyncio.TimeoutError) as error:  # noqa: UP041 - 3.10's own
                 await self.client.disconnect()
                 if attempt + 1 == CONNECTIONS:
-                    if FULL in str(error):
-                        limit = "its max_concurrent_envs must be rollout_batch_size at least"
+                    if NO_FREE_SESSION in str(error):
+                        limit = "its max_concurrent_envs must be at least rollout_batch_size"
                         raise RuntimeError(f"{error}: {limit}") from error
                     raise
                 await asyncio.sleep(PAUSE * 2**attempt)
         raise AssertionError
 
     async def step(self, text: str) -> tuple[Any, float, bool]:
-        """The policy's turn. A connection that is lost takes the episode with it; a text that is no
-        action does not."""
+        """Send the policy's turn. A lost connection raises; an invalid action does not."""
         try:
             action = self.action(text)
-        except (ValueError, RecursionError) as error:  # the second of JSON that nests too deep
-            return _refusal(error)
+        except (ValueError, RecursionError) as error:  # of JSON that is nested too deep
+            return _error_answer(error)
         try:
             result = await self.client.step(action)
         except RuntimeError as error:
-            if REFUSED not in str(error):
+            if INVALID_ACTION not in str(error):
                 raise
-            return _refusal(error)
-        said = self.observation(result.observation)
+            return _error_answer(error)
+        observation = self.observation(result.observation)
         reward = float(result.reward or 0.0)
-        return NOTHING if said == "" else said, reward, bool(result.done)
+        return EMPTY if observation == "" else observation, reward, bool(result.done)
 
     async def state(self) -> Any:
-        """The server's state of the episode."""
+        """Return the server's state of the episode."""
         return await self.client.state()
 
     async def close(self) -> None:
-        """Ends the session."""
+        """End the session."""
         await self.client.close()
 
 
@@ -145,7 +148,7 @@ def _schema(url: str) -> dict[str, Any]:
 
 
 def _text_field(schema: dict[str, Any]) -> str | None:
-    """The one required field, if it is a text; None where an action has more to it."""
+    """Return the one required field if it is a string, else None."""
     required = [name for name in schema.get("required", ()) if name != "metadata"]
     if len(required) == 1 and schema["properties"][required[0]].get("type") == "string":
         return required[0]
@@ -153,22 +156,22 @@ def _text_field(schema: dict[str, Any]) -> str | None:
 
 
 def _as_action(text: str) -> dict[str, Any]:
-    """An action that the policy wrote as JSON."""
+    """Parse an action written as JSON."""
     action = json.loads(text)
     if not isinstance(action, dict):
         raise ValueError(f"expected a JSON object, got {text}")
     return action
 
 
-def _refusal(error: Exception) -> tuple[str, float, bool]:
-    """The answer to a text that is no action."""
+def _error_answer(error: Exception) -> tuple[str, float, bool]:
+    """Answer an invalid action with its error."""
     return json.dumps({"error": f"no action: {error}"}, ensure_ascii=False), 0.0, False
 
 
 def _read(observation: dict[str, Any], field: str | None) -> Any:
-    """An observation as the policy reads it."""
+    """Convert an observation to the policy's text."""
     if field is not None:
         return observation[field]
-    parts = {name: value for name, value in observation.items() if name not in SAID_APART}
+    parts = {name: value for name, value in observation.items() if name not in NOT_OBSERVED}
     texts = [value for value in parts.values() if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)

@@ -237,6 +237,17 @@ class _Call(NamedTuple):
             return Failure(str(error))
 
 
+def as_opening(text: str, prompt: Any) -> Any:
+    """Return a first observation in the form of the prompt: a text, or a chat.
+
+    A chat keeps the prompt's system messages.
+    """
+    if not is_chat(prompt):
+        return text
+    system = [message for message in prompt if message["role"] == "system"]
+    return [*system, {"role": "user", "content": text}]
+
+
 def _failure(error: UserCodeError, where: str) -> Failure:
     cause = error.__cause__
     return Failure(f"{error} {where}{place_of(cause)}", traceback_of(cause))

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as prompts, and its own verifiers as their reward.
+"""Prompts from reasoning-gym, with its verifiers as the reward.
 
 prompts: reasoning-gym:chain_sum?size=1000&seed=0
 rewards: [reasoning-gym:score_answer]
@@ -11,13 +11,15 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
+from fastppo.data.addresses import Address
 from fastppo.data.rows import Rows
-from fastppo.rewards.addresses import Address
 
 
 def load_prompts(address: Address) -> Rows:
-    """A procedural dataset, by its name and options: a row has `prompt`, the question, `answer`, an
-    answer that is right, and `metadata`, from which others are judged."""
+    """Create a procedural dataset, with the columns `prompt`, `answer` and `metadata`.
+
+    The verifier judges other answers by the metadata.
+    """
     dataset = reasoning_gym.create_dataset(address.name, **address.options)
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
@@ -32,8 +34,10 @@ def score_answer(
     metadata: list[dict[str, Any]],
     **columns: list[Any],
 ) -> list[float]:
-    """The task's `score_answer` of each completion, in [0, 1]: of what stands between <answer>
-    and </answer>, or of the whole text where there are no such tags."""
+    """Return the task's `score_answer` of each completion, in [0, 1].
+
+    The answer is the text between <answer> and </answer>, or the whole text without such tags.
+    """
     scores = []
     for prompt, text, right, task in zip(prompts, completions, answer, metadata, strict=True):
         score = reasoning_gym.get_score_answer_fn(task["source_dataset"])

@@ -1,13 +1,13 @@
 """Games of TextArena as environments.
 
-prompts: textarena:GuessTheNumber-v0?size=200&seed=0    # `size` games, by seeds from `seed`
+prompts: textarena:GuessTheNumber-v0?size=200&seed=0    # `size` games, with consecutive seeds
 environment: textarena:GuessTheNumber-v0?max_turns=8    # options of the game's class
 
-With `chat=true` among the options of the prompts the game's words are messages of a user, for
-models with a chat template; else they are lines of a text.
+With the prompt option `chat=true`, the game's texts are user messages, for models with a chat
+template. Otherwise they are lines of a text.
 
-The game's own reward is paid at its last turn. A game seeds Python's global generator when it
-begins, and may draw from it later. Games of two players need another one, in a file of yours:
+The reward is the game's own, at its last turn. A game seeds Python's global random generator.
+Two-player games need an opponent, in a file of your own:
 
     from fastppo.environments.textarena import Game
 
@@ -24,16 +24,17 @@ from typing import Any
 import textarena
 from textarena import ObservationType
 
+from fastppo.data.addresses import Address
 from fastppo.data.chat import is_chat
 from fastppo.data.rows import DataError, Rows
-from fastppo.rewards.addresses import Address, as_opening
+from fastppo.environments.pool import as_opening
 
 PLAYER = 0
 """The seat of the policy."""
 
 
 def load_prompts(address: Address) -> Rows:
-    """A row a game: its seed, from which the game's own first words follow."""
+    """Return one row per game, with its seed."""
     options = dict(address.options)
     size = options.pop("size", 1000)
     seed = options.pop("seed", 0)
@@ -45,56 +46,56 @@ def load_prompts(address: Address) -> Rows:
 
 
 def load_environment(target: str) -> Callable[[], Game]:
-    """What makes games of a name; the options are those of the game's class."""
+    """Return a function that creates games."""
     address = Address.of(target)
     make = functools.partial(Game, address.name, **address.options)
-    make().reset(address.name)  # what cannot be played is known before a rollout
+    make().reset(address.name)  # raises for an invalid game before the first rollout
     return make
 
 
 class Game:
-    """A game in which the policy has the first seat.
+    """A game with the policy as the first player.
 
     Args:
-        name: in TextArena's registry.
-        opponent: a function from a text to a text, for games of two.
-        options: of the game's class.
+        name: name in TextArena's registry.
+        opponent: function from an observation to a move, for two-player games.
+        options: options of the game's class.
     """
 
     def __init__(
         self, name: str, opponent: Callable[[str], str] | None = None, **options: Any
     ) -> None:
-        # Without TextArena's wrappers, which repeat all that was said: the policy has read it.
+        # Raw: TextArena's wrappers repeat the whole conversation in each observation.
         self.game = textarena.make(f"{name}-raw", **options)
         self.opponent = opponent
 
     def reset(self, prompt: Any, seed: int | None = None) -> Any:
-        """Begins a game; the game's rules and first words, as a chat where `prompt` is one."""
+        """Start a game. Return its rules and first observation."""
         self.is_chat = is_chat(prompt)
         self.game.reset(num_players=1 if self.opponent is None else 2, seed=seed)
         self._play_opponent(done=False)
-        rules = self._news()
+        rules = self._observe()
         return as_opening(rules if self.is_chat else f"{rules}\n", prompt)
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """The policy's move; the other player's is made at once."""
+        """Make the policy's move, and the opponent's."""
         done, _ = self.game.step(text)
         done = self._play_opponent(done=done)
         if not done:
-            news = self._news()
-            return news if self.is_chat else f"\n{news}\n", 0.0, False
+            observation = self._observe()
+            return observation if self.is_chat else f"\n{observation}\n", 0.0, False
         rewards, _ = self.game.close()
         return "", float(rewards[PLAYER]), True
 
     def _play_opponent(self, *, done: bool) -> bool:
-        """Moves until it is the policy's turn or the game is over, which is returned."""
+        """Let the opponent move until the policy's turn. Return whether the game is over."""
         while not done and self.game.state.current_player_id != PLAYER:
             assert self.opponent is not None
-            done, _ = self.game.step(self.opponent(self._news()))
+            done, _ = self.game.step(self.opponent(self._observe()))
         return done
 
-    def _news(self) -> str:
-        """What the player whose turn it is has not read yet, without its own moves."""
+    def _observe(self) -> str:
+        """Return the current player's new messages, without its own moves."""
         player, observations = self.game.get_observation()
         return "\n".join(
             message

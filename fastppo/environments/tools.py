@@ -1,20 +1,20 @@
-"""Classes whose public methods are tools, in the form of TRL's `environment_factory`.
+"""Classes with tools as methods, compatible with TRL's `environment_factory`.
 
     class Shop:
-        def reset(self, **row) -> str | None:   what it returns is appended to the prompt
-        def price(self, item: str) -> float:    a tool: signature and docstring describe it
-        def get_reward(self) -> float:          optional: what an episode earns, once it is over
-        def close(self) -> None:                optional: at the end of the run
+        def reset(self, **row) -> str | None:   the returned text is appended to the prompt
+        def price(self, item: str) -> float:    a tool, described by its signature and docstring
+        def get_reward(self) -> float:          optional: the reward, called once at the end
+        def close(self) -> None:                optional: called at the end of the run
         stop_on = (ConnectionError,)            optional: exceptions of a tool that stop the run
-        tool_schemas = {"price": {…}}           optional: in place of signatures and docstrings
+        tool_schemas = {"price": {…}}           optional: replaces signatures and docstrings
 
-Any of the methods may be a coroutine function. A turn without a call ends the episode. Each call of
-any other is answered by a message of the role `tool`: what the method returned, or `{'error': …}`
-where there is no such tool, the arguments do not fit or the method raised. Where the calls of a
-turn cannot be read, none is made and one such message says why.
+Any method may be a coroutine function. A turn without a call ends the episode. Any other turn is
+answered by one message of the role `tool` per call, with the method's result, or with
+`{'error': …}` if the tool is unknown, the arguments do not match, or the method raised. If the
+calls of a turn cannot be parsed, none is made, and one such message has the error.
 
-Calls are read by transformers' `parse_response`, by the tokenizer's response template or, where it
-has none, in the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+Calls are parsed by transformers' `parse_response`, with the tokenizer's response template or, if it
+has none, in the format `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
 Sources: TRL 1.16, `GRPOTrainer.environment_factory`; transformers 5.24, "Response parsing".
 """
@@ -31,22 +31,19 @@ from fastppo.data.chat import is_chat, render_chat
 from fastppo.data.rows import DataError
 from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
 
-NO_TOOLS = ("reset", "step", "get_reward", "close")
-"""Public methods that are no tools."""
+NOT_TOOLS = ("reset", "step", "get_reward", "close")
+"""Public methods that are not tools."""
 
 ANSWERED = "answered"
 UNKNOWN = "unknown"
-"""There is no such tool."""
+"""The tool does not exist."""
 MALFORMED = "malformed"
-"""The call cannot be read, or its arguments do not fit."""
+"""The call cannot be parsed, or its arguments do not match."""
 RAISED = "raised"
 OUTCOMES = (ANSWERED, UNKNOWN, MALFORMED, RAISED)
-"""What may become of a call."""
+"""Outcomes of a call."""
 
-UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-"""Kinds of parameters that no call can give."""
-
-JSON_FORM = {
+DEFAULT_RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<tool_call>",
     "fields": {
@@ -60,43 +57,43 @@ JSON_FORM = {
         "content": {"content": "text"},
     },
 }
-"""A response template for tokenizers that have none."""
+"""Response template for tokenizers without one."""
 
 INSTRUCTIONS = """You may call these tools:
 {tools}
 A call is <tool_call>{{"name": "…", "arguments": {{…}}}}</tool_call>"""
-"""What a system message says under a chat template that leaves tools out."""
+"""System message for chat templates that ignore tools."""
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy wrote."""
+    """A call by the policy."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class ToolTurn(NamedTuple):
-    """What the policy wrote."""
+    """A parsed turn of the policy."""
 
     calls: Sequence[ToolCall]
     error: str = ""
-    """Why the calls cannot be read."""
+    """Parse error of the calls."""
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-class ToolForm:
-    """How a tokenizer writes tools and reads calls.
+class ToolFormat:
+    """Describe tools in the prompt and parse calls, in a tokenizer's format.
 
     Args:
         tokenizer: with a chat template.
-        schemas: of the tools, as `get_json_schema` gives them.
-        where: opens the sentences of errors.
-        say: shows a sentence to the user.
+        schemas: schemas of the tools, as from `get_json_schema`.
+        where: prefix of error messages.
+        say: prints a message to the user.
 
     Raises:
-        DataError: the chat template leaves out messages of the role `tool`.
+        DataError: the chat template ignores messages of the role `tool`.
     """
 
     def __init__(
@@ -117,19 +114,19 @@ class ToolForm:
             {"role": "tool", "name": "tool", "content": "toolanswer"},
         ]
         if "toolanswer" not in render_chat(tokenizer, with_answer, where, tools=self.schemas):
-            raise DataError(f"{where}: the chat template leaves out messages of the role tool")
+            raise DataError(f"{where}: the chat template ignores messages of the role tool")
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)
         if not self.shows_tools:
-            say(f"{where}: the chat template leaves out tools: a system message describes them")
+            say(f"{where}: the chat template ignores tools: a system message describes them")
         if self.template is None:
             say(
-                f"{where}: the tokenizer has no response template: calls are read as "
+                f"{where}: the tokenizer has no response template: calls are parsed as "
                 '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
             )
 
     def opening(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The first messages, with what describes the tools where the chat template does not."""
+        """Describe the tools in a system message if the chat template ignores them."""
         if self.shows_tools:
             return list(messages)
         lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in self.schemas]
@@ -139,25 +136,28 @@ class ToolForm:
             return [{"role": "system", "content": text}, *messages]
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
 
-    def read(self, prompt_ids: list[int], ids: list[int], text: str) -> ToolTurn:
-        """The calls of a turn.
+    def parse(self, prompt_ids: list[int], ids: list[int], text: str) -> ToolTurn:
+        """Parse the calls of a turn.
 
         Args:
-            prompt_ids: what the policy read; ids: what it wrote.
-            text: the same without special tokens.
+            prompt_ids: the conversation before the turn.
+            ids: the turn.
+            text: the turn as text, without special tokens.
         """
         try:
             if self.template is None:
-                message = self.tokenizer.parse_response(text, schema=JSON_FORM, prefix="")
+                message = self.tokenizer.parse_response(
+                    text, schema=DEFAULT_RESPONSE_TEMPLATE, prefix=""
+                )
             else:
                 message = self.tokenizer.parse_response(ids, prefix=prompt_ids, tools=self.schemas)
             return ToolTurn([_as_call(parsed) for parsed in message.get("tool_calls") or ()])
-        except Exception as error:  # whatever a parser makes of such a text
+        except Exception as error:  # the parser may raise anything on arbitrary text
             return ToolTurn((), str(error))
 
 
 def _as_call(parsed: Any) -> ToolCall:
-    """A call in the form of transformers; raises ValueError for what is none."""
+    """Convert a call from transformers' format. Raises ValueError if it is invalid."""
     function = parsed.get("function", parsed) if isinstance(parsed, dict) else parsed
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("A call must be an object with a name.")
@@ -173,13 +173,13 @@ def _as_call(parsed: Any) -> ToolCall:
 
 
 class Tools:
-    """Makes environments of a class whose public methods are tools.
+    """Create environments from a class with tools as methods.
 
     Args:
         make: the class, or `functools.partial` of it.
 
     Raises:
-        ValueError: a tool has no docstring, or none of a parameter, or no type of one.
+        ValueError: a tool has no docstring, or a parameter has no description or type.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -194,17 +194,17 @@ class Tools:
             for name, function in self.functions.items()
         ]
         self.has_rewards = hasattr(kind, "get_reward")
-        methods = [getattr(kind, name, None) for name in NO_TOOLS]
+        methods = [getattr(kind, name, None) for name in NOT_TOOLS]
         methods += self.functions.values()
-        waits = any(inspect.iscoroutinefunction(method) for method in methods)
-        self.episode = _WaitingEpisode if waits else _Episode
+        is_async = any(inspect.iscoroutinefunction(method) for method in methods)
+        self.episode = _AsyncEpisode if is_async else _Episode
 
     def __call__(self) -> _Episode:
         return self.episode(self.make(), self.functions.keys())
 
 
 def is_tool_class(make: Any) -> bool:
-    """Whether it makes objects with `reset` and tools, and without `step`."""
+    """Return whether a class has `reset` and tools, but no `step`."""
     kind = _class_of(make)
     if kind is None or hasattr(kind, "step") or not callable(getattr(kind, "reset", None)):
         return False
@@ -221,33 +221,32 @@ def _tool_functions(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         name: function
         for name, function in inspect.getmembers(kind, inspect.isfunction)
-        if not name.startswith("_") and name not in NO_TOOLS
+        if not name.startswith("_") and name not in NOT_TOOLS
     }
 
 
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a tool."""
-    # Slow to import; options are read without it.
-    from transformers.utils import get_json_schema
+    """Return the JSON schema of a tool."""
+    from transformers.utils import get_json_schema  # slow to import
 
     for parameter in inspect.signature(function).parameters.values():
-        is_self = parameter.name == "self"
-        if parameter.kind in UNNAMED and not is_self:
+        unnamed = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+        if unnamed and parameter.name != "self":
             raise ValueError(
                 f"tool {name!r}: calls give arguments by name, so it can have no {parameter}"
             )
     try:
         return get_json_schema(function)
-    except Exception as error:  # its own, and whatever a type hint raises when it is looked up
+    except Exception as error:  # its own, or that of resolving a type hint
         raise ValueError(f"tool {name!r}: {error}") from error
 
 
 class _Episode:
-    """An environment of `fastppo.environments.pool` whose turns are `ToolTurn`s.
+    """An environment of `fastppo.environments.pool` with `ToolTurn`s as turns.
 
     Args:
-        environment: of a user's class.
-        tools: the names of its methods that are tools.
+        environment: object of the user's class.
+        tools: names of its tools.
     """
 
     def __init__(self, environment: Any, tools: Collection[str]) -> None:
@@ -255,31 +254,29 @@ class _Episode:
         self.tools = tools
 
     def reset(self, prompt: Any, **columns: Any) -> Any:
-        """The prompt as messages, the last of which ends with what the environment says."""
-        return _extended(prompt, self._bound_reset(prompt, columns)())
+        """Return the prompt as messages, with the text that `reset` returned at its end."""
+        return _append_text(prompt, self._bound_reset(prompt, columns)())
 
     def step(self, turn: ToolTurn) -> Any:
-        """(a message for each call, a reward of 0, done if there was no call)."""
+        """Return (one message per call, a reward of 0, whether there was no call)."""
         return _answers(turn, [self._answer(tool_call) for tool_call in turn.calls])
 
     def end(self, cut_off: Any) -> Any:
-        """What the episode earns; called once. Of a turn that was cut off no call is made."""
+        """Return the reward of the episode. Calls of a truncated turn are not made."""
         get_reward = getattr(self.environment, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
 
     def close(self) -> Any:
-        """Closes the user's object."""
+        """Close the user's object."""
         close = getattr(self.environment, "close", None)
         return None if close is None else close()
 
     def _bound_reset(self, prompt: Any, columns: Mapping[str, Any]) -> Callable[[], Any]:
-        """The user's `reset`, with those parts of the row that it names."""
         reset = self.environment.reset
-        row = {"prompt": prompt, **columns}
-        return functools.partial(reset, **keywords_for(reset, row))
+        return functools.partial(reset, **keywords_for(reset, {"prompt": prompt, **columns}))
 
     def _answer(self, tool_call: ToolCall) -> dict[str, Any]:
-        """The message that answers a call."""
+        """Call a tool. Return its message."""
         if refusal := self._refusal(tool_call):
             return refusal
         try:
@@ -291,7 +288,7 @@ class _Episode:
         return functools.partial(getattr(self.environment, tool_call.name), **tool_call.arguments)
 
     def _refusal(self, tool_call: ToolCall) -> dict[str, Any] | None:
-        """The message of a call that cannot be made."""
+        """Return an error message if the tool is unknown or the arguments do not match."""
         if tool_call.name not in self.tools:
             return _error(tool_call.name, f"Tool {tool_call.name} not found.", UNKNOWN)
         try:
@@ -301,7 +298,7 @@ class _Episode:
         return None
 
     def _failure(self, tool_call: ToolCall, error: UserCodeError) -> dict[str, Any]:
-        """The message of a tool that raised; raises what is to stop the run."""
+        """Return the message of a tool that raised. Raise exceptions that stop the run."""
         cause = error.__cause__
         stop_on = getattr(self.environment, "stop_on", ())
         if not isinstance(cause, Exception) or isinstance(cause, stop_on):
@@ -309,15 +306,15 @@ class _Episode:
         return _error(tool_call.name, str(cause), RAISED)
 
 
-class _WaitingEpisode(_Episode):
-    """An `_Episode` for classes with a method that is a coroutine function."""
+class _AsyncEpisode(_Episode):
+    """An `_Episode` for classes with coroutine methods."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
-        return _extended(prompt, await _awaited(self._bound_reset(prompt, columns)()))
+        return _append_text(prompt, await _awaited(self._bound_reset(prompt, columns)()))
 
     async def step(self, turn: ToolTurn) -> Any:
-        # One after the other: the next may depend on what the one before did.
-        return _answers(turn, [await self._answer_later(tool_call) for tool_call in turn.calls])
+        # In order: a call may depend on the effects of the one before.
+        return _answers(turn, [await self._answer_async(tool_call) for tool_call in turn.calls])
 
     async def end(self, cut_off: Any) -> Any:
         return await _awaited(super().end(cut_off))
@@ -325,7 +322,7 @@ class _WaitingEpisode(_Episode):
     async def close(self) -> Any:
         return await _awaited(super().close())
 
-    async def _answer_later(self, tool_call: ToolCall) -> dict[str, Any]:
+    async def _answer_async(self, tool_call: ToolCall) -> dict[str, Any]:
         if refusal := self._refusal(tool_call):
             return refusal
         try:
@@ -338,15 +335,15 @@ async def _awaited(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def _extended(prompt: Any, said: str | None) -> list[dict[str, Any]]:
-    """The prompt as messages, what the environment says at the end of the last."""
+def _append_text(prompt: Any, text: str | None) -> list[dict[str, Any]]:
+    """Return the prompt as messages, with a text appended to the last one."""
     messages = list(prompt) if is_chat(prompt) else [{"role": "user", "content": prompt}]
-    if said is None:
+    if text is None:
         return messages
-    if not isinstance(said, str):
-        raise TypeError(f"reset must return a text or None, got {type(said).__name__}")
+    if not isinstance(text, str):
+        raise TypeError(f"reset must return a text or None, got {type(text).__name__}")
     last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{last['content']}{said}"}]
+    return [*messages[:-1], {**last, "content": f"{last['content']}{text}"}]
 
 
 def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float, bool]:
@@ -356,13 +353,16 @@ def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float
 
 
 def _message(name: str, returned: Any, outcome: str) -> dict[str, Any]:
-    content = _encodable(str(returned))
-    return {"role": "tool", "name": _encodable(name), "content": content, "outcome": outcome}
+    return {
+        "role": "tool",
+        "name": _encodable(name),
+        "content": _encodable(str(returned)),
+        "outcome": outcome,
+    }
 
 
 def _encodable(text: str) -> str:
-    """The text without halves of surrogate pairs, which a policy may write into JSON, and which no
-    tokenizer takes."""
+    """Replace lone surrogates, which a policy may write in JSON and tokenizers refuse."""
     return text.encode(errors="replace").decode()
 
 

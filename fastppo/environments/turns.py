@@ -1,16 +1,16 @@
-"""Responses of several turns, with what an environment answers between them.
+"""Multi-turn episodes with an environment.
 
-For the interface of an environment see `fastppo.environments.pool`. `prompt` is the dataset's:
-a text or chat messages; `text` is the turn without special tokens. An observation is a text
-(in a chat, a user message) or chat messages; it is ignored when `done` is true. The reward is paid
-at the last token of the turn.
+`fastppo.environments.pool` defines the interface of an environment. `prompt` is the dataset's text
+or chat messages. `text` is the turn without special tokens. An observation is a text (a user
+message in a chat) or chat messages, ignored if `done` is true. The reward goes to the last token of
+the turn.
 
-The tokens of a turn stay those that were drawn. In a chat, what stands between two turns is what
-the tokenizer's template writes between an assistant's message and the next, less the stop token
-that the policy drew itself.
+Sampled tokens are never re-encoded. In a chat, the tokens between two turns are what the chat
+template writes between an assistant's message and the next turn, without the stop token if the
+policy sampled it.
 
-Environments whose turns are tool calls: `fastppo.environments.tools`. Agents that ask for turns by
-HTTP: `fastppo.environments.agents`.
+For environments with tools see `fastppo.environments.tools`, for agents that request turns by HTTP
+`fastppo.environments.agents`.
 """
 
 from __future__ import annotations
@@ -39,57 +39,57 @@ from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent, PolicyTurn
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure
-from fastppo.environments.tools import ToolForm, Tools
+from fastppo.environments.tools import ToolFormat, Tools
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutEngine, Sampling
 
-MARK = "assistantturn"
-"""Stands for an assistant's message where only what a template writes after it is needed."""
+PLACEHOLDER = "assistantturn"
+"""Assistant message that marks its place in a rendered chat."""
 
 POLICY = "policy"
-"""The role of the policy's turns."""
+"""Role of the policy's turns."""
 
 ENVIRONMENT = "environment"
-"""The role of an environment's texts; messages have their own."""
+"""Role of an environment's texts. Chat messages have their own roles."""
 
 BY_TOKEN = ("sampler_logprobs", "logprobs", "values")
-"""What an engine may return by token, beside the tokens."""
+"""Optional fields of an engine's rollout with one value per token."""
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One response as it grows; every rank has all of them."""
+    """A response in progress. Every rank has all of them."""
 
     prompt: Any
-    """A text or messages; of a chat the messages so far."""
+    """The text, or the messages of the chat so far."""
     prompt_ids: list[int]
     columns: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
-    """The response: its turns, and what is between them."""
+    """The response: turns and observations."""
     written: list[bool] = field(default_factory=list)
     """Whether the policy wrote each token."""
     rewards: list[float] = field(default_factory=list)
-    """The reward paid at each token that the policy wrote."""
+    """Reward of each token that the policy wrote."""
     by_token: dict[str, list[Tensor]] = field(default_factory=dict)
-    """The engine's `BY_TOKEN`, a tensor for each turn."""
+    """The engine's `BY_TOKEN`, one tensor per turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
-    """Its entry of `Rollout.turns`."""
+    """Entry of `Rollout.turns`."""
     calls: list[str] = field(default_factory=list)
-    """Its entry of `Rollout.calls`."""
+    """Entry of `Rollout.calls`."""
     finish_reason: str | None = None
-    """None while it goes on."""
+    """None while the episode continues."""
     version: int | None = None
-    """Number of the weights that drew it."""
+    """Version of the sampler's weights."""
 
     @property
     def conversation(self) -> list[int]:
-        """Token ids of all that the policy reads."""
+        """Token ids of the whole context."""
         return self.prompt_ids + self.tokens
 
     @property
     def cut_off(self) -> PolicyTurn | None:
-        """The policy's last turn, where it was cut off and no environment has read it."""
+        """The policy's last turn if it was truncated, which the environment has not read."""
         last = self.turns[-1]
         if self.finish_reason != TRUNCATED or last["role"] != POLICY:
             return None
@@ -97,7 +97,7 @@ class Episode:
         return PolicyTurn(last["text"], len(self.conversation) - written, written)
 
     def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
-        """Appends what the policy wrote; a turn that was cut off ends the episode."""
+        """Append a turn of the policy. A truncated turn ends the episode."""
         tokens = rollout.tokens[row]
         self.tokens += tokens
         self.written += [True] * len(tokens)
@@ -112,21 +112,21 @@ class Episode:
         if rollout.truncated[row]:
             self.finish_reason = TRUNCATED
 
-    def pay(self, reward: float) -> None:
-        """Pays the policy's last turn, at its last token."""
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last token of the policy's last turn."""
         self.rewards[-1] += reward
         turn = next(turn for turn in reversed(self.turns) if turn["role"] == POLICY)
         turn["reward"] += reward
 
     def add_observation(self, ids: Sequence[int], limit: int) -> None:
-        """Appends tokens that the policy did not write, as many as there is room for."""
+        """Append tokens of an observation, up to the limit of the context."""
         fitting = list(ids)[: max(0, limit - len(self.conversation))]
         self.tokens += fitting
         self.written += [False] * len(fitting)
 
 
 class OneTurn:
-    """Responses of one turn, without an environment."""
+    """Sample responses of one turn, without an environment."""
 
     has_rewards = False
     max_turns = 1
@@ -141,16 +141,16 @@ class OneTurn:
 
 
 class Turns:
-    """Plays the episodes of a batch of prompts, turn by turn, all of them at once.
+    """Run the episodes of a batch of prompts in parallel, turn by turn.
 
     Args:
-        make: called without arguments, makes an environment.
+        make: creates an environment, called without arguments.
         tokenizer: the policy's.
-        max_turns: of an episode.
-        context: tokens that prompt and response may have; None is no limit.
-        options: of the calls of an environment.
-        failure_file: where the episode of an environment that fails is written.
-        world: the ranks, each of which has the environments of its own rows.
+        max_turns: maximum number of turns per episode.
+        context: maximum number of tokens of prompt and response. None means no limit.
+        options: options of calls to the environments.
+        failure_file: receives the episode of a failed environment.
+        world: the ranks. Each holds the environments of its local rows.
     """
 
     def __init__(
@@ -174,21 +174,27 @@ class Turns:
         self.name = self.environments.name
         self.has_rewards = not isinstance(make, Tools) or make.has_rewards
         self.is_agent = isinstance(make, Agent)
-        self.rewards_at_the_end = self.is_agent or isinstance(make, Tools)
-        self.form: ToolForm | None = None
+        self.has_end = self.is_agent or isinstance(make, Tools)
+        self.tool_format: ToolFormat | None = None
         if isinstance(make, Tools):
             where = f"environment {self.name!r}"
-            self.form = ToolForm(tokenizer, make.schemas, where=where, say=self.options.say)
+            self.tool_format = ToolFormat(
+                tokenizer, make.schemas, where=where, say=self.options.say
+            )
 
     def run(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
     ) -> tuple[Prompts, Rollout]:
-        """The episodes as prompts and responses. `Rollout.rewards` has what they earned.
+        """Run an episode for each prompt.
+
+        Returns:
+            the prompts, with the first observations as token ids, and the responses. The rewards of
+            the environments are in `Rollout.rewards`.
 
         Raises:
-            RewardError: an environment raised, was too late, or returned what is no answer; its
-                episode is written to `failure_file` first.
-            DataError: an observation that the chat template has no place for.
+            RewardError: an environment raised, exceeded its time limit, or returned an invalid
+                answer. Its episode is written to `failure_file` first.
+            DataError: the chat template does not accept an observation.
         """
         episodes = self._open(prompts, sampling.max_new_tokens)
         for turn in range(1, self.max_turns + 1):
@@ -196,48 +202,50 @@ class Turns:
             if not live:
                 break
             conversations = [episodes[row].conversation for row in live]
-            drawn = engine.generate(conversations, sampling)
-            texts = decode_completions(self.tokenizer, conversations, drawn.tokens)
+            sampled = engine.generate(conversations, sampling)
+            texts = decode_completions(self.tokenizer, conversations, sampled.tokens)
             turns: dict[int, Any] = {}
             for place, row in enumerate(live):
-                episodes[row].add_turn(texts[place], drawn, place)
+                episodes[row].add_turn(texts[place], sampled, place)
                 if episodes[row].finish_reason is None:
-                    turns[row] = self._read(conversations[place], drawn.tokens[place], texts[place])
-            answers = self._answered(self.environments.step(turns, len(episodes)), episodes)
+                    turns[row] = self._parse(
+                        conversations[place], sampled.tokens[place], texts[place]
+                    )
+            answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
             for row in turns:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
                 )
-        if self.rewards_at_the_end:
+        if self.has_end:
             cut_off = [episode.cut_off for episode in episodes]
-            earned = self._answered(self.environments.end(cut_off), episodes)
+            final_rewards = self._checked(self.environments.end(cut_off), episodes)
             for row, episode in enumerate(episodes):
-                episode.pay(earned[row])
-        # To rewards the prompts are as the dataset has them; their ids are what the policy read.
+                episode.add_reward(final_rewards[row])
+        # Rewards get the dataset's prompts. The token ids include the first observations.
         ids = [episode.prompt_ids for episode in episodes]
         rollout = _rollout(episodes)
-        if self.form is not None:
+        if self.tool_format is not None:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
 
     def close(self) -> None:
-        """Closes the environments; failures are only reported."""
+        """Close the environments. Errors are reported as messages."""
         self.environments.close()
 
     def _open(self, prompts: Prompts, max_new_tokens: int) -> list[Episode]:
-        """Every episode after its reset."""
+        """Reset the environments and return the new episodes."""
         columns = [
             {name: column[row] for name, column in prompts.columns.items()}
             for row in range(len(prompts))
         ]
         rows = zip(prompts.prompts, prompts.token_ids, columns, strict=True)
         episodes = [Episode(prompt, ids, row_columns) for prompt, ids, row_columns in rows]
-        openings = self._answered(self.environments.reset(prompts.prompts, columns), episodes)
+        openings = self._checked(self.environments.reset(prompts.prompts, columns), episodes)
         for row, episode in enumerate(episodes):
             opening = openings[row]
             if opening is not None:
-                if self.form is not None:
-                    opening = self.form.opening(opening)
+                if self.tool_format is not None:
+                    opening = self.tool_format.opening(opening)
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
                 episode.prompt_ids = encode_prompt(
@@ -255,28 +263,28 @@ class Turns:
 
     @property
     def _template_options(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
-        return {} if self.form is None else {"tools": self.form.schemas}
+        """Keyword arguments of the chat template."""
+        return {} if self.tool_format is None else {"tools": self.tool_format.schemas}
 
-    def _read(self, conversation: list[int], ids: list[int], text: str) -> Any:
-        """A turn of the policy as the environment takes it."""
+    def _parse(self, conversation: list[int], ids: list[int], text: str) -> Any:
+        """Convert a turn of the policy to the environment's format."""
         if self.is_agent:
             return PolicyTurn(text, len(conversation), len(ids))
-        return text if self.form is None else self.form.read(conversation, ids, text)
+        return text if self.tool_format is None else self.tool_format.parse(conversation, ids, text)
 
     def _take_answer(
         self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
     ) -> None:
-        """Pays the turn, and appends the observation or ends the episode."""
-        episode.pay(answer.reward)
+        """Add the reward, and append the observation or end the episode."""
+        episode.add_reward(answer.reward)
         if answer.done:
             episode.finish_reason = FINISHED
             return
-        # The observation is read even after the last turn: its value is V_next.
+        # Also after the last turn: V_next is the value at the observation.
         ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
         episode.turns += as_turns(answer.observation, ENVIRONMENT)
-        if self.form is not None:
+        if self.tool_format is not None:
             episode.calls += [message["outcome"] for message in answer.observation]
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
@@ -286,34 +294,34 @@ class Turns:
     def _observation_ids(
         self, episode: Episode, observation: Any, stop_token_ids: Sequence[int]
     ) -> list[int]:
-        """Tokens between the policy's last one and its next turn."""
+        """Return the tokens between the policy's last token and its next turn."""
         where = f"environment {self.name!r}, an observation"
         if is_chat(episode.prompt):
             text = self._chat_text(episode, observation, stop_token_ids, where)
         elif isinstance(observation, str):
             text = observation
         else:
-            raise DataError(f"{where}: the prompt is a text, so it must be one too, got messages")
+            raise DataError(f"{where}: it must be a text because the prompt is one, got messages")
         ids = token_ids(self.tokenizer, text)
         if not ids:
-            raise DataError(f"{where}: it has no tokens, so the policy could not see it")
+            raise DataError(f"{where}: it has no tokens")
         return ids
 
     def _chat_text(
         self, episode: Episode, observation: Any, stop_token_ids: Sequence[int], where: str
     ) -> str:
-        """What the chat template writes after the policy's last token, up to its next turn."""
+        """Return the chat template's text between the policy's last token and its next turn."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
-        mark = MARK
+        mark = PLACEHOLDER
         while mark in str(observation):
-            mark += MARK[-1]
+            mark += PLACEHOLDER[-1]
         marked = [*episode.prompt, {"role": "assistant", "content": mark}, *observation]
         options = {"add_generation_prompt": True, **self._template_options}
         rendered = render_chat(self.tokenizer, marked, where, **options)
         _, found, text = rendered.rpartition(mark)
         if not found:
-            raise DataError(f"{where}: the chat template leaves out an assistant's message")
+            raise DataError(f"{where}: the chat template ignores an assistant's message")
         last_token = self.tokenizer.decode(episode.tokens[-1:])
         if episode.tokens[-1] in stop_token_ids and text.lstrip().startswith(last_token):
             text = text.lstrip().removeprefix(last_token)
@@ -321,10 +329,10 @@ class Turns:
         episode.prompt = [*episode.prompt, turn, *observation]
         return text
 
-    def _answered(
+    def _checked(
         self, answers: Mapping[int, Any], episodes: Sequence[Episode]
     ) -> Mapping[int, Any]:
-        """The answers. Raises RewardError where an environment has none, with its episode saved."""
+        """Return the answers. For a failure, save its episode and raise RewardError."""
         failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
         if not failed:
             return answers
@@ -334,7 +342,7 @@ class Turns:
         raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
 
     def _save(self, episode: Episode, failure: Failure) -> str:
-        """Writes a failed episode; the end of a sentence that says where."""
+        """Write a failed episode. Return the end of the message, which names the file."""
         if self.failure_file is None:
             return ""
         self.failure_file.parent.mkdir(parents=True, exist_ok=True)
@@ -353,15 +361,17 @@ class Turns:
 
 
 def as_turns(read: Any, role: str) -> list[dict[str, Any]]:
-    """What the policy reads, a text of a role or messages, as turns."""
+    """Convert a text or messages to entries of `Rollout.turns`."""
     if isinstance(read, str):
         return [{"role": role, "text": read}]
     return [{"role": message["role"], "text": message["content"]} for message in read]
 
 
 def _rollout(episodes: Sequence[Episode]) -> Rollout:
-    """The episodes as responses. There are no values after those that were cut off: they would be
-    of the environment's last words."""
+    """Convert the episodes to a rollout.
+
+    Truncated episodes have no bootstrap value: it would be the value at the last observation.
+    """
     by_token: dict[str, Any] = {
         name: [torch.cat(episode.by_token[name]) for episode in episodes]
         for name in BY_TOKEN

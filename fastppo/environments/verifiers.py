@@ -1,11 +1,11 @@
-"""Environments of verifiers from 0.4 on (`verifiers.v1`): tasksets with their harnesses.
+"""Environments of verifiers 0.4 (`verifiers.v1`): tasksets with their harnesses.
 
 prompts: verifiers:my-taskset?taskset.split=train&size=1000
 environment: verifiers:my-taskset?agent.harness.id=null&agent.runtime.type=subprocess
 
-The options are the keys of `[env]` in a config of verifiers, but for `size`, of prompts: so many
-tasks, the first. An episode is the environment's own `run_episode`: its harness asks the policy at
-a URL (`fastppo.environments.agents`), and what it is paid is the reward of its trace.
+The options are the keys of `[env]` in a verifiers config, and for prompts also `size`, the number
+of tasks. An episode is the environment's own `run_episode`. Its harness calls the policy at a URL
+(`fastppo.environments.agents`), and the reward is that of its trace.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.utils.loaders import load_environment as environment_of
 from verifiers.v1.utils.loaders import resolve_env_config
 
+from fastppo.data.addresses import Address
 from fastppo.data.rows import DataError, Rows
-from fastppo.rewards.addresses import Address
 
 
 def load_prompts(address: Address) -> Rows:
-    """The environment's tasks: what the policy is asked, and the column `task` with the rest."""
+    """Return the environment's tasks as rows with a `prompt` and a column `task`."""
     options = dict(address.options)
     size = options.pop("size", None)
     tasks = environment_of(_config(Address(address.name, options))).taskset
@@ -37,15 +37,15 @@ def load_prompts(address: Address) -> Rows:
 
 
 def load_environment(target: str) -> Callable[..., Any]:
-    """What plays an episode of the environment, an agent of `fastppo.environments.agents`."""
+    """Return an agent of `fastppo.environments.agents` that runs an episode."""
     config = _config(Address.of(target))
-    environment_of(config)  # what it cannot be made of is known before a rollout
+    environment_of(config)  # raises for an invalid config before the first rollout
 
-    async def play(base_url: str, api_key: str, task: dict[str, Any]) -> float:
+    async def run_episode(base_url: str, api_key: str, task: dict[str, Any]) -> float:
         environment = environment_of(config)
         kind = type(environment.taskset).task_type()
         data = kind.data_type().model_validate(task)
-        key = f"FASTPPO_API_KEY_{secrets.token_hex(8)}"  # a client reads its key from a variable
+        key = f"FASTPPO_API_KEY_{secrets.token_hex(8)}"  # the client reads its key from a variable
         client = EvalClientConfig(base_url=base_url, api_key_var=key)
         os.environ[key] = api_key
         try:
@@ -60,19 +60,19 @@ def load_environment(target: str) -> Callable[..., Any]:
             raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
         return sum(trace.reward for trace in episode.traces if trace.agent.config.client == client)
 
-    play.__name__ = "verifiers"
-    return play
+    run_episode.__name__ = "verifiers"
+    return run_episode
 
 
 def _config(address: Address) -> Any:
-    """An environment's config, of options `agent.harness.id` and the like."""
+    """Build an environment's config from options such as `agent.harness.id`."""
     config: dict[str, Any] = {"taskset": {"id": address.name}}
     for name, value in address.options.items():
         *tables, key = name.split(".")
         table = config
         for part in tables:
             table = table.setdefault(part, {})
-        table[key] = "null" if value is None else value  # the name of a harness
+        table[key] = "null" if value is None else value  # YAML's null is the name of a harness
     try:
         return resolve_env_config(config)
     except ValidationError as error:
@@ -81,7 +81,7 @@ def _config(address: Address) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """The row of a task, which has it in the form that a server of verifiers takes."""
+    """Convert a task to a row."""
     prompt = [{"role": "user", "content": data.prompt_text or str(data.idx)}]
     if data.system_prompt is not None:
         prompt.insert(0, {"role": "system", "content": data.system_prompt})

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastppo.data.chat import encode_prompt, is_chat, token_ids
 from fastppo.functional.scalars import describe
 from fastppo.ppo.old_policy import GivenPolicy
-from fastppo.rewards.placing import paid_where_written
+from fastppo.rewards.placing import written_token_rewards
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout
 
@@ -95,7 +95,7 @@ def given_responses(
         rewards = _rows("token_rewards", token_rewards, response_ids)
         _finite_numbers("token_rewards", rewards)
         if written is not None:
-            rewards = [paid_where_written(*pair) for pair in zip(rewards, written, strict=True)]
+            rewards = [written_token_rewards(*pair) for pair in zip(rewards, written, strict=True)]
         within = _finite_numbers("token_rewards", rewards)
     policy = GivenPolicy(
         _policy_values("old_logprobs", old_logprobs, rollout),

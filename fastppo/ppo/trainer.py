@@ -238,8 +238,8 @@ class PPOTrainer:
         """Return the rewards of the responses: their weighted sum, minus the penalties."""
         completions = self.completions(prompts, rollout)
         scores = (scorer or self.scorer)(prompts, completions, rollout.tokens, rollout.written)
-        scores = scores.plus("environment", rollout.rewards)
-        return scores.charged(rollout.truncated, options.missing_eos_penalty)
+        scores = scores.add_term("environment", rollout.rewards)
+        return scores.with_eos_penalty(rollout.truncated, options.missing_eos_penalty)
 
     @torch.no_grad()
     def make_experience(

@@ -1,4 +1,4 @@
-"""Several rewards of one thing, combined into one."""
+"""Combine several rewards of the same quantity into one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ ENSEMBLE_RULES = ("mean", "min", "lcb")
 
 
 class RewardEnsemble:
-    """Several rewards of one thing as one: their mean, their minimum, or a lower bound.
+    """The mean, minimum or lower confidence bound of several rewards.
 
         mean    μ over the members
         min     the worst member
         lcb     μ − σ, σ the population standard deviation over the members
 
-    Reward models disagree where they were never shown the right answer, and a policy that is
-    trained on the one that errs in its favour learns the error. The minimum and the lower bound
-    take that gain away. The result's `disagreement` is σ, per completion.
+    Reward models disagree far from their training data, and a policy learns to exploit the one
+    that errs in its favour. The minimum and the lower bound remove that gain. The `disagreement` of
+    the result is σ per completion.
 
     Args:
-        members: rewards or specs, each returning one number per completion. They need one scale:
-            the minimum over members of different scales is always the same member.
+        members: rewards or specs, each returning one number per completion. They must share a
+            scale; otherwise the minimum is always the same member.
         by: mean, min or lcb.
-        options: of members that are named by specs, as for `load_reward`.
+        options: options of `load_reward` for members given as specs.
 
     Raises:
-        ValueError: no members, another `by`, a member that cannot be loaded.
-        RewardError: as from `score`, when called; it names the member.
+        ValueError: there are no members, `by` is unknown, or a member cannot be loaded.
+        RewardError: as from `score`, when called. It names the member.
 
     Source: Coste et al. 2023 (mean, worst case, and the mean less the *variance*); Eisenstein et
-    al. 2023 (mean less the deviation, which has the reward's own unit).
+    al. 2023 (mean less the standard deviation, in reward units).
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class RewardEnsemble:
         **columns: list[Any],
     ) -> Scored:
         samples = Samples(prompts, completions, columns, completion_ids)
-        members = [self._scores_of(term, samples) for term in self.terms]
+        members = [self._score(term, samples) for term in self.terms]
         scores = torch.tensor(members, dtype=torch.float64)  # [members, B]
         mean = scores.mean(0)
         deviation = scores.std(0, correction=0)
         combined = {"mean": mean, "min": scores.amin(0), "lcb": mean - deviation}[self.by]
         return Scored(combined.tolist(), disagreement=deviation.tolist())
 
-    def _scores_of(self, term: RewardTerm, samples: Samples) -> list[float]:
-        """[B] a member's scores."""
+    def _score(self, term: RewardTerm, samples: Samples) -> list[float]:
+        """Return a member's scores, [B]."""
         scored = score_term(term, samples, CallOptions())
-        for row, steps in enumerate(scored.partial or ()):
+        for row, steps in enumerate(scored.steps or ()):
             if steps is not None:
                 raise TermError(
                     term.name,
-                    f"returned rewards by token or step for completion {row}; expected one number, "
-                    "which is what an ensemble combines",
+                    f"returned rewards by token or step for completion {row}; expected one number "
+                    "from a member of an ensemble",
                     row,
                 )
         return list(scored)

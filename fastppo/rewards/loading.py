@@ -1,10 +1,10 @@
-"""Rewards by name, under names of their own. In a config a reward is
+"""Load rewards by name. In a config, a reward is one of
 
-path/to/file.py:function     a function of a file
-package.module:function      a function of an importable module
+path/to/file.py:function     a function in a file
+package.module:function      a function in an importable module
 directory or hub name        a model for AutoModelForSequenceClassification
 https://host/path            a reward server
-package:name                 of another package: `fastppo.rewards.addresses`
+package:name                 a reward of another package, see `fastppo.data.addresses`
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastppo.data import fingerprint
+from fastppo.data import addresses, fingerprint
 from fastppo.data.files import MissingPathError
-from fastppo.rewards import addresses
+from fastppo.data.rows import DataError
 from fastppo.rewards.calling import UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name
@@ -42,12 +42,12 @@ def load_reward(
     batch_size: int = 32,
     timeout: float | None = None,
 ) -> Reward:
-    """The reward that `spec` names; see the module's docstring.
+    """Load a reward by its spec; see the module's docstring.
 
     Args:
         device: of a reward model.
         batch_size: texts per forward pass of a reward model, or per request.
-        timeout: seconds for a request; None is the default of `URLReward`.
+        timeout: seconds per request; None means the default of `URLReward`.
 
     Raises:
         ValueError: the file, module, function or model does not exist.
@@ -55,17 +55,30 @@ def load_reward(
     if URL.match(spec):
         return URLReward(spec, batch_size=batch_size, timeout=timeout)
     if addresses.is_address(spec):
-        return addresses.load_reward(spec)
+        return _load_from_package(spec)
     if match := match_function(spec):
         return _load_function(match["where"], match["name"], "reward")
-    from fastppo.rewards.model import RewardModel  # transformers, where it is used
+    from fastppo.rewards.model import RewardModel  # imports transformers
 
     return RewardModel(spec, device=device, batch_size=batch_size)
 
 
+def _load_from_package(spec: str) -> Reward:
+    def load_from(adapter: ModuleType, target: str) -> Reward:
+        if target not in adapter.REWARDS:
+            known = ", ".join(adapter.REWARDS)
+            raise DataError(f"reward {spec}: expected one of {known}, got {target!r}")
+        return adapter.REWARDS[target]
+
+    return addresses.load(spec, "reward", load_from)
+
+
 def match_function(spec: str) -> re.Match[str] | None:
-    """`where` and `name` of a reward that is a function; None of a model or an address. Raises
-    ValueError for a file without a function."""
+    """Match `where` and `name` of a spec that names a function; None for other specs.
+
+    Raises:
+        ValueError: the spec is a Python file without a function.
+    """
     if URL.match(spec) or Path(spec).is_dir():
         return None
     if spec.endswith(".py"):
@@ -74,8 +87,10 @@ def match_function(spec: str) -> re.Match[str] | None:
 
 
 def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:
-    """A callable, or the one that `file.py:name` or `package.module:name` names, under the name of
-    its option, with its fingerprint.
+    """Load `file.py:name` or `package.module:name`, or take a callable, with its fingerprint.
+
+    Args:
+        option: name of the option, which becomes the name of the term.
 
     Raises:
         ValueError: it does not exist.
@@ -114,15 +129,14 @@ def _load_function(where: str, name: str, option: str) -> Any:
 
 
 def _load_module(name: str) -> ModuleType:
-    # A console script does not look for modules in the current folder by itself.
+    # A console script does not look for modules in the current folder.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module of a file, under a name that no library has. pickle and dataclasses look for it
-    among the modules."""
+    """Import a file under a unique name, and register it for pickle and dataclasses."""
     unique = f"fastppo_reward_{fingerprint.of_text(str(path.resolve()))}_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(unique, path)
     assert module_spec is not None
@@ -140,8 +154,7 @@ def _load_file(path: Path) -> ModuleType:
 
 @contextmanager
 def _importable_from(folder: Path) -> Iterator[None]:
-    """Modules of the folder are found while the block runs, after all others: a file beside the
-    reward must not take the place of a library."""
+    """Append a folder to the import path, so that its files cannot shadow libraries."""
     path = str(folder.resolve())
     sys.path.append(path)
     try:
@@ -152,24 +165,29 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
-    """Fingerprint of a reward's weights, of an address, or of code: the file that the spec names
-    and the one that its function is from, or a name where there is no file."""
+    """Fingerprint the weights of a reward model, an address, or the code of a function.
+
+    The code is the file that the spec names and the file that defines the function. Without a file,
+    take the name.
+    """
     if not _is_definition(function):
-        from fastppo.rewards.model import RewardModel  # transformers, where it is used
+        from fastppo.rewards.model import RewardModel  # imports transformers
 
         if isinstance(function, RewardModel):
             tokenizer = fingerprint.of_tokenizer(function.tokenizer)
             return fingerprint.of_text(f"{fingerprint.of_model(function.model)} {tokenizer}")
-    match = None
-    if isinstance(spec, str):
-        if URL.match(spec) or addresses.is_address(spec):
-            return fingerprint.of_text(spec)
-        match = FUNCTION.match(spec)
     parts = []
-    if match is not None:
+    if isinstance(spec, str):
+        match = FUNCTION.match(spec)
+        if URL.match(spec) or addresses.is_address(spec) or match is None:
+            return fingerprint.of_text(spec)
         where = match["where"]
-        parts.append(_code(lambda: where if where.endswith(".py") else sys.modules[where]))
-    parts.append(_code(lambda: _defined(function)))
+        parts.append(_code(where if where.endswith(".py") else sys.modules[where]))
+    defined = function
+    while isinstance(defined, functools.partial):
+        defined = defined.func
+    defined = inspect.unwrap(defined)
+    parts.append(_code(defined if _is_definition(defined) else type(defined)))
     if isinstance(function, functools.partial):
         parts.append(fingerprint.of_rows([function.args, function.keywords]))
     known = sorted({part for part in parts if part})
@@ -184,31 +202,23 @@ def _is_definition(function: Any) -> bool:
     return inspect.isroutine(function) or inspect.isclass(function)
 
 
-def _defined(function: Any) -> Any:
-    """The function or class that a callable is made of."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    return function if _is_definition(function) else type(function)
+def _code(found: Any) -> str:
+    """Fingerprint the file of a path, a module, a function or a class; "" if there is none.
 
-
-def _code(find: Callable[[], Any]) -> str:
-    """Fingerprint of the file of a module, a function or a class; of one of `__main__`, where a
-    program's options may be too, of its own lines. Empty where there is none."""
+    For a definition in `__main__`, fingerprint its own lines: the options may be in that file.
+    """
     try:
-        found = call(find)
         if isinstance(found, str):
             return fingerprint.of_file(found)
         if getattr(found, "__module__", None) == "__main__":
-            return fingerprint.of_text(call(lambda: inspect.getsource(found)))
-        file = call(lambda: inspect.getsourcefile(found))
-        return fingerprint.of_file(file or "")
-    except (UserCodeError, OSError, SyntaxError):  # built in, or of an interactive session
+            return fingerprint.of_text(inspect.getsource(found))
+        return fingerprint.of_file(inspect.getsourcefile(found) or "")
+    except (OSError, TypeError, SyntaxError):  # built in, or of an interactive session
         return ""
 
 
 def reward_name(spec: str) -> str:
-    """A short name for logs: the function's, the model directory's, or the address's."""
+    """Return a short name for logs: of the function, the model directory or the URL."""
     if URL.match(spec):
         return address_name(spec)
     if match := match_function(spec):
@@ -219,13 +229,13 @@ def reward_name(spec: str) -> str:
 def make_terms(
     rewards: Sequence[str | Reward], weights: Sequence[float] | None = None, **options: Any
 ) -> list[RewardTerm]:
-    """Terms of specs and callables, each under a name of its own.
+    """Load rewards and give each a unique name.
 
     Args:
-        options: of `load_reward`.
+        options: options of `load_reward`.
 
     Raises:
-        ValueError: there are not as many weights as rewards.
+        ValueError: the number of weights is not the number of rewards.
     """
     if weights is not None and len(weights) != len(rewards):
         raise ValueError(f"got {len(rewards)} rewards and {len(weights)} reward_weights")

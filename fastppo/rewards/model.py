@@ -1,4 +1,4 @@
-"""Sequence-classification models as rewards, each read with its own tokenizer."""
+"""Sequence-classification models as rewards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ BATCH_SIZE = 32
 class RewardModel:
     """A sequence-classification model with one label, and its own tokenizer.
 
-    A prompt of strings is joined with its completion and tokenised as one text; a prompt of chat
-    messages is rendered by the reward tokenizer's own chat template, the completion as the
-    assistant's turn. Texts longer than `score_max_length` of the model's config, or its context,
-    lose their beginning, not their end. `score_mean` of the config, if there is one, is subtracted
-    from every score; `fastppo reward` writes both.
+    A text prompt and its completion are joined and tokenized as one text. Chat messages go through
+    the reward tokenizer's chat template, with the completion as the assistant's turn. Texts longer
+    than the context, or than `score_max_length` of the model's config, are truncated from the left.
+    `score_mean` of the config is subtracted from every score. `fastppo reward` writes both.
     """
 
     def __init__(
@@ -80,15 +79,15 @@ def check_reward_model(name: str) -> None:
 
 
 def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[int]:
-    """Token ids of prompt and completion as a reward model reads them.
+    """Return the token ids of a prompt and its completion.
 
     Args:
         prompt: a string, or chat messages.
-        completion: a string; after messages also messages (several of them never occur in PPO).
-        where: opens the sentence of an error.
+        completion: a string, or, after messages, one or more messages.
+        where: prefix of error messages.
 
     Raises:
-        DataError: no tokenizer takes the text, the template refuses it, or it has no token.
+        DataError: the text is not valid Unicode, the chat template refuses it, or it has no token.
     """
     if isinstance(prompt, str):
         text = prompt + completion
@@ -106,7 +105,7 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[i
 
 
 def cut_beginning(ids: list[int], tokenizer: Any, max_length: int | None) -> list[int]:
-    """Too long a text loses its beginning, but for a leading special token."""
+    """Truncate from the left, keeping a leading special token."""
     if max_length is None or len(ids) <= max_length:
         return ids
     first = ids[:1] if ids[0] in tokenizer.all_special_ids else []
@@ -114,11 +113,11 @@ def cut_beginning(ids: list[int], tokenizer: Any, max_length: int | None) -> lis
 
 
 def sequence_scores(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] fp32 scores of right-padded texts, read at each text's last token.
+    """Return the scores of right-padded texts at each text's last token, [B] fp32.
 
-    transformers looks for that token by `input_ids != pad_token_id` and so reads too early where a
-    text ends in the pad token (pad = eos); the mask knows better. Models without a `score` layer
-    on their trunk (encoders) pool in their own way and are called as they are.
+    transformers finds that token by `input_ids != pad_token_id`, which is wrong for a text that
+    ends in the pad token (pad = eos), so this uses the mask. Encoders without a `score` layer pool
+    in their own way and are called as they are.
     """
     head = getattr(model, "score", None)
     if head is None:

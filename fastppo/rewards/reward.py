@@ -1,28 +1,29 @@
-"""What a reward is, and what it may return.
+"""Call a reward and validate what it returns.
 
 A reward is a callable
 
     reward(prompts, completions, **columns) -> list
 
-`prompts` are as the dataset holds them (strings, or lists of chat messages), `completions` strings
-without special tokens, `columns` the other columns of the dataset, each a list with one entry per
-prompt. `prompts` and `completions` are passed by name to a function that has such parameters, and
-by position otherwise; a function without `**columns` gets the columns that it names. A function
-with a parameter `completion_ids` gets the token ids of the responses, their EOS included. For each
-completion a reward returns
+`prompts` are the dataset's (strings, or lists of chat messages), `completions` are strings without
+special tokens, and `columns` are the other columns of the dataset, each a list with one entry per
+prompt. Parameters named `prompts` and `completions` are passed by keyword, otherwise the first two
+arguments are positional. Without `**columns`, a function gets the columns that it names. A
+parameter `completion_ids` gets the token ids of the responses, EOS included. An `async def` is
+awaited. For each completion a reward returns
 
     a number                          the reward of the whole response
     a list with a number per token    a reward for each response token
-    a list of (end, value) pairs      a reward for each step; `end` is the offset of the character
-                                      in the completion that follows the step
+    a list of (end, value) pairs      a reward for each step; `end` is the character offset in the
+                                      completion just after the step
 
-and one batch may hold all three. A reward gets copies of everything, so it may change them. One
-that an option names is called once before a run's models are loaded, on the first prompt with a
-made-up response, so that a broken one fails within seconds; its side effects happen once more.
+A batch may mix all three. A reward gets copies and may modify them. Before the models are loaded,
+each reward function named in the config is called once, on the first prompt with a made-up
+response, so that a broken one fails within seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -37,25 +38,25 @@ from fastppo.data.rows import DataError
 from fastppo.functional.scalars import counted, describe
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
 
-Partial = list[float] | list[tuple[int, float]]
+StepRewards = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
-Reward = Callable[..., Sequence[float | Partial]]
+Reward = Callable[..., Sequence[float | StepRewards]]
 
 MAX_REWARD = 1e15
-"""Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares the
-result, and 1e38 is infinite. Beyond this every step would be skipped."""
+"""Largest magnitude of a reward. Training runs in fp32: the value loss squares rewards, the
+gradient norm squares the result, and both must stay below 1e38."""
 
 ATTEMPTS = 3
-"""Times that a reward which does not return in time is called."""
+"""Calls of a reward that exceeds its time limit."""
 
 
 class RewardError(RuntimeError):
-    """A reward raised, or returned something that cannot be trained on."""
+    """A reward or an environment raised, or returned something invalid."""
 
 
 class TermError(RewardError):
-    """A `RewardError` of one reward; a row of None means all completions."""
+    """Error of one reward, at one row of the batch or, with None, at all of them."""
 
     def __init__(self, reward: str, sentence: str, row: int | None = None) -> None:
         super().__init__(f"reward {reward!r} {sentence}")
@@ -66,7 +67,7 @@ class TermError(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What rewards are given: B prompts with their completions."""
+    """B prompts with their completions, the input of rewards."""
 
     prompts: Sequence[Any]
     """[B] strings, or lists of chat messages."""
@@ -81,7 +82,7 @@ class Samples:
         return len(self.completions)
 
     def select(self, rows: Sequence[int]) -> Samples:
-        """Some of the samples."""
+        """Return a subset of the samples."""
         ids = self.completion_ids
         return Samples(
             [self.prompts[row] for row in rows],
@@ -92,55 +93,57 @@ class Samples:
 
 
 class Scored(list[float]):
-    """What a reward returned for a batch: a list of the completions' totals, reward units.
+    """Rewards of a batch: a list of one total per completion, with details.
 
-    `partial` has, per completion, its rewards by token or by step, or None where the reward was one
-    number; it is None if all were. `disagreement` has, per completion, the population standard
-    deviation across the members of an ensemble; None for any other reward.
+    Args:
+        totals: [B] reward units.
+        steps: [B] rewards by token or step, None for a completion with one number. None if all
+            completions have one number.
+        disagreement: [B] population standard deviation across the members of an ensemble. None for
+            other rewards.
     """
 
     def __init__(
         self,
         totals: Sequence[float],
-        partial: Sequence[Partial | None] | None = None,
+        steps: Sequence[StepRewards | None] | None = None,
         disagreement: Sequence[float] | None = None,
     ) -> None:
         super().__init__(totals)
-        self.partial = None if partial is None else list(partial)
+        self.steps = None if steps is None else list(steps)
         self.disagreement = None if disagreement is None else list(disagreement)
 
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """What it returned for several batches, one after the other."""
-        partial = None
-        if any(part.partial is not None for part in parts):
-            partial = [steps for part in parts for steps in part.partial or [None] * len(part)]
+        """Concatenate the rewards of several batches."""
+        steps = None
+        if any(part.steps is not None for part in parts):
+            steps = [row for part in parts for row in part.steps or [None] * len(part)]
         disagreement = None
         if all(part.disagreement is not None for part in parts):
             disagreement = [value for part in parts for value in part.disagreement or ()]
-        return cls([value for part in parts for value in part], partial, disagreement)
+        return cls([value for part in parts for value in part], steps, disagreement)
 
     @property
-    def at_the_end(self) -> list[float]:
-        """[B] what is paid at the last token: the reward if it was one number, else 0, because
-        `token_rewards` places it."""
-        if self.partial is None:
+    def at_last_token(self) -> list[float]:
+        """[B] The part that is paid at the last token: the reward if it is one number, else 0."""
+        if self.steps is None:
             return list(self)
-        rows = zip(self, self.partial, strict=True)
+        rows = zip(self, self.steps, strict=True)
         return [total if steps is None else 0.0 for total, steps in rows]
 
 
 @dataclass(slots=True)
 class RewardTerm:
-    """One reward under its name, with its weight in the sum."""
+    """One reward with its name and its weight in the sum."""
 
     name: str
     function: Reward
     weight: float = 1.0
     fingerprint: str = ""
-    """Fingerprint of its file, its URL or its weights: another one means another reward."""
+    """Fingerprint of the reward's file, URL or weights."""
     is_named_function: bool = False
-    """Whether it is a function that an option names, which is tried before a run."""
+    """Whether an option names it as a function. Such a function is tried before the run."""
 
 
 def score(
@@ -149,30 +152,31 @@ def score(
     failure_file: Path | None = None,
     options: CallOptions | None = None,
 ) -> Scored:
-    """The term's rewards of all completions, unweighted.
+    """Return the unweighted rewards of all completions.
+
+    Args:
+        failure_file: receives the invalid sample, or all of them, before an error is raised.
 
     Raises:
-        RewardError: the reward raised, was too late, returned the wrong number of values, or one
-            that is not a number within ±`MAX_REWARD`. The sample at fault, or all of them, are
-            written to `failure_file` first.
+        RewardError: the reward raised, exceeded its time limit, or returned the wrong number of
+            values or a value outside ±`MAX_REWARD`.
     """
-    options = options or CallOptions()
     try:
-        return score_term(term, samples, options)
+        return score_term(term, samples, options or CallOptions())
     except TermError as error:
         rows = range(len(samples)) if error.row is None else [error.row]
-        saved = save_failure(failure_file, error, samples.select(rows))
+        saved = _save_failure(failure_file, error, samples.select(rows))
         raise RewardError(f"{error}{saved}") from error.__cause__
 
 
 def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scored:
-    """The term's rewards; raises TermError as `score` does, without a file."""
+    """Call a reward as `score` does, without saving a failure. Raises TermError."""
     timeout = None if getattr(type(term.function), "has_timeout", False) else options.timeout
     try:
         returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
     except UserCodeError as error:
         cause = error.__cause__
-        if isinstance(cause, TermError):  # of a member of an ensemble: both names say where to look
+        if isinstance(cause, TermError):  # of a member of an ensemble
             name = f"{term.name}/{cause.reward}"
             raise TermError(name, cause.sentence, cause.row) from cause.__cause__
         raise TermError(term.name, f"{error}{place_of(cause)}") from cause
@@ -180,21 +184,12 @@ def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scor
 
 
 def _validated(name: str, returned: Any, samples: Samples) -> Scored:
-    """What a reward returned, as numbers.
-
-    Raises:
-        TermError: it is not a list with one reward per sample.
-    """
-    if inspect.iscoroutine(returned):
-        returned.close()  # which nobody awaits
-        raise TermError(
-            name, "returned a coroutine: expected a plain `def`, in which asyncio.run may await it"
-        )
+    """Convert a reward's result to numbers. Raises TermError for an invalid one."""
     disagreement = None
-    if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
+    if isinstance(returned, Scored):  # of an ensemble, or a reward that calls `score`
         disagreement = returned.disagreement
-        partials = returned.partial or [None] * len(returned)
-        returned = [v if p is None else p for v, p in zip(returned, partials, strict=True)]
+        steps_by_row = returned.steps or [None] * len(returned)
+        returned = [v if s is None else s for v, s in zip(returned, steps_by_row, strict=True)]
     count = len(samples)
     rewards = plain_values(returned)
     if not isinstance(rewards, (list, tuple)):
@@ -206,18 +201,23 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         values = counted(len(rewards), "value")
         raise TermError(name, f"returned {values} for {counted(count, 'completion')}")
     totals: list[float] = []
-    partial: list[Partial | None] = []
+    all_steps: list[StepRewards | None] = []
     for row, reward in enumerate(rewards):
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
         try:
-            total, steps = _read(reward, tokens, row)
+            steps = None
+            if isinstance(reward, (list, tuple)):
+                steps = _read_steps(reward, tokens, row)
+                total = sum(item[1] if isinstance(item, tuple) else item for item in steps)
+                totals.append(_finite(total, f"in total for completion {row}"))
+            else:
+                totals.append(_finite(reward, f"for completion {row}"))
         except ValueError as error:
             raise TermError(name, str(error), row) from None
-        totals.append(total)
-        partial.append(steps)
-    has_parts = any(steps is not None for steps in partial)
-    return Scored(totals, partial if has_parts else None, disagreement)
+        all_steps.append(steps)
+    has_steps = any(steps is not None for steps in all_steps)
+    return Scored(totals, all_steps if has_steps else None, disagreement)
 
 
 def plain_values(value: Any) -> Any:
@@ -228,29 +228,16 @@ def plain_values(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | None]:
-    """The total of one completion's reward, and its parts if it has any.
-
-    Raises:
-        ValueError: it has none of the three forms.
-    """
-    if not isinstance(reward, (list, tuple)):
-        return _finite(reward, f"for completion {row}"), None
-    steps = _parts(reward, tokens, row)
-    numbers = (item[1] if isinstance(item, tuple) else item for item in steps)
-    return _finite(sum(numbers), f"in total for completion {row}"), steps
-
-
-def _parts(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
-    """One completion's rewards by token or by step; no steps at all are an empty list."""
+def _read_steps(items: Sequence[Any], tokens: int | None, row: int) -> StepRewards:
+    """Validate one completion's rewards by token or by step. Raises ValueError."""
     is_pair = [isinstance(item, (list, tuple)) for item in items]
     if any(is_pair) and not all(is_pair):
         raise ValueError(
-            f"returned numbers beside (end, value) pairs for completion {row}; "
+            f"returned both numbers and (end, value) pairs for completion {row}; "
             "expected one or the other"
         )
     if any(is_pair):
-        return [_step(item, row) for item in items]
+        return [_read_step(item, row) for item in items]
     if items and tokens is not None and len(items) != tokens:
         raise ValueError(
             f"returned {len(items)} numbers for completion {row}, which has {tokens} response "
@@ -259,12 +246,12 @@ def _parts(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
     return [_finite(x, f"for token {t} of completion {row}") for t, x in enumerate(items)]
 
 
-def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
+def _read_step(item: Sequence[Any], row: int) -> tuple[int, float]:
     end = item[0] if len(item) == 2 else None
     if isinstance(end, bool) or not isinstance(end, int) or end < 1:
         raise ValueError(
-            f"returned {describe(tuple(item))} for completion {row}; expected steps (end, value) "
-            "with end the character offset where the step ends, a whole number from 1"
+            f"returned {describe(tuple(item))} for completion {row}; expected steps (end, value), "
+            "end being the character offset just after the step, a whole number from 1"
         )
     return end, _finite(item[1], f"for the step of completion {row} that ends at {end}")
 
@@ -278,14 +265,15 @@ def _finite(value: Any, where: str) -> float:
 
 
 def _call(function: Reward, samples: Samples) -> Any:
-    """Calls the reward with what its signature has room for: copies, which it may change."""
-    return _with_arguments(function, inspect.signature(function), samples)()
+    """Call a reward with the arguments of its signature, and await a coroutine."""
+    returned = _with_arguments(function, inspect.signature(function), samples)()
+    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def _with_arguments(
     function: Callable[..., Any], signature: inspect.Signature, samples: Samples
 ) -> Callable[[], Any]:
-    """A function with the arguments of a reward of this signature."""
+    """Bind a function to the arguments of a reward with this signature, as copies."""
     prompts = copy.deepcopy(list(samples.prompts))
     completions = list(samples.completions)
     parameters = signature.parameters.values()
@@ -298,7 +286,7 @@ def _with_arguments(
         if takes_all or name in named
     }
     ids = samples.completion_ids
-    if ids is not None and "completion_ids" in named:  # no column: `**columns` lacks it
+    if ids is not None and "completion_ids" in named:  # not a column, so not in `**columns`
         keywords["completion_ids"] = [list(row) for row in ids]
     if "completions" not in named and (named or positional):
         return functools.partial(function, prompts, completions, **keywords)
@@ -309,9 +297,8 @@ def _with_arguments(
     return functools.partial(function, **keywords)
 
 
-def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
-    """Writes samples that a reward failed on, and the traceback of what it raised; the end of a
-    sentence that says where."""
+def _save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
+    """Write the samples of an error as JSON. Return the end of its message."""
     if path is None:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -331,30 +318,30 @@ def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
 
 
 EXPECTED = (
-    "expected {name}(prompts, completions, **columns), which takes lists, completions of texts, "
-    "and returns a list with a reward for each completion"
+    "expected {name}(prompts, completions, **columns), which takes lists, completions as strings, "
+    "and returns a list with one reward per completion"
 )
-"""What a reward takes and returns."""
+"""Description of a reward's signature in error messages."""
 
 MADE_UP = "A made-up response, on which the reward is tried before the run."
-"""What a reward is called on once before anything is loaded."""
+"""Completion on which each reward function is tried before the run."""
 
 
 def check_signature(
     name: str, signature: inspect.Signature, source: str, columns: Collection[str]
 ) -> None:
-    """Checks that a reward of this signature can be called.
+    """Check that a reward with this signature can be called.
 
     Args:
-        source: names the prompts in an error.
-        columns: the prompts' columns, without the prompt's own.
+        source: name of the prompts in error messages.
+        columns: columns of the prompts, without the prompt column.
 
     Raises:
-        DataError: it needs a column that is not there.
-        ValueError: it has no room for prompts or completions; the sentence says what is expected.
+        DataError: a required column is missing.
+        ValueError: the signature has no room for prompts or completions.
     """
     if lacking := lacking_columns(signature, columns):
-        known = ", ".join(columns) or "none beside the prompt"
+        known = ", ".join(columns) or "none besides the prompt"
         raise DataError(
             f"reward {name} needs the column {lacking[0]!r}; the columns of {source} are: {known}"
         )
@@ -376,13 +363,14 @@ def try_reward(
     failure_file: Path | None = None,
     options: CallOptions | None = None,
 ) -> None:
-    """Calls a reward once, on a prompt of the data with a made-up response.
+    """Call a reward once, on a prompt of the data with a made-up response.
 
     Args:
-        row: of the data; column: that of its prompt.
+        row: a row of the data.
+        column: name of the prompt column.
 
     Raises:
-        RewardError: as from `score`; it says that the response was made up.
+        RewardError: as from `score`, with a note that the response was made up.
     """
     columns = {name: [value] for name, value in row.items() if name != column}
     samples = Samples([row.get(column)], [MADE_UP], columns, [[0]])
@@ -396,12 +384,11 @@ def try_reward(
 
 
 def lacking_columns(signature: inspect.Signature, columns: Collection[str]) -> list[str]:
-    """Arguments that a reward requires and that are neither the prompts and completions nor one of
-    the columns."""
+    """Return the required arguments that are not prompts, completions or columns."""
     parameters = list(signature.parameters.values())
     names = [p.name for p in parameters]
     known = {"prompts", "completions", "completion_ids", *columns}
-    if "completions" not in names:  # the first two are prompts and completions by any name
+    if "completions" not in names:  # then the first two may have any name
         known |= {p.name for p in parameters[:2] if p.kind is not p.KEYWORD_ONLY}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]

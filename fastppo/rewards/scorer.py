@@ -1,12 +1,11 @@
-"""The rewards of a batch of responses, up to what advantages are made from.
+"""Score a batch of responses.
 
-    Scorer                  calls each reward once; weights, and where in a response it is paid
-    Scores.charged          the penalty of a missing EOS
-    Scores.normalized       the scale, and a bound
+    Scorer                      calls each reward once and forms the weighted sum
+    Scores.with_eos_penalty     the penalty for a missing EOS
+    Scores.normalized           normalization and clipping
 
-A response is paid in two parts, at its last token and within it, and all that is done to a score
-keeps the two apart: rewards within a response are scaled by the factor that its total is scaled by;
-what is added to the total, such as a mean that is subtracted, goes to the last token.
+The reward of a response has two parts, one at its last token and one within it. Scaling applies to
+both. Additions, such as the mean that whitening subtracts, apply to the last token.
 """
 
 from __future__ import annotations
@@ -23,47 +22,49 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.advantages import whiten
 from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.placing import paid_where_written, token_rewards
+from fastppo.rewards.placing import token_rewards, written_token_rewards
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Rewards of B responses, of which the policy wrote N tokens, on the CPU, in order."""
+    """Rewards of B responses with N tokens written by the policy, on the CPU."""
 
     last: Tensor
-    """[B] fp32, paid at the last token."""
+    """[B] fp32, reward at the last token."""
     within: Tensor | None = None
-    """[N] fp32, paid at each token, or None if every reward was one number."""
+    """[N] fp32, reward at each token, or None if every reward is one number."""
     lengths: Sequence[int] = ()
-    """[B] response tokens that the policy wrote; required with `within`."""
+    """[B] tokens written by the policy. Required with `within`."""
     terms: Mapping[str, Scored] = field(default_factory=dict)
-    """Each trained term, unweighted."""
+    """Trained rewards by name, unweighted."""
     monitors: Mapping[str, Scored] = field(default_factory=dict)
-    """Each reward that is logged and not trained on."""
+    """Rewards that are only logged, by name."""
 
     @property
     def total(self) -> Tensor:
-        """[B] fp32: both parts together."""
+        """[B] fp32, the sum of both parts."""
         if self.within is None:
             return self.last
         return self.last + self._sum_by_response(self.within)
 
-    def plus(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
-        """The scores plus another term, paid at each token that the policy wrote."""
+    def add_term(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
+        """Add a term with a reward for each token that the policy wrote."""
         if rewards is None:
             return self
-        paid = torch.tensor([reward for row in rewards for reward in row])
+        per_token = torch.tensor([reward for row in rewards for reward in row])
         totals = [sum(row) for row in rewards]
         return replace(
             self,
-            within=paid if self.within is None else self.within + paid,
+            within=per_token if self.within is None else self.within + per_token,
             terms={name: Scored(totals), **self.terms},
         )
 
-    def charged(self, truncated: Sequence[bool], missing_eos_penalty: float | None) -> Scores:
-        """The scores less the penalty, reward units, of each response that was cut off, [B]."""
+    def with_eos_penalty(
+        self, truncated: Sequence[bool], missing_eos_penalty: float | None
+    ) -> Scores:
+        """Subtract the penalty, in reward units, from truncated responses, [B]."""
         if missing_eos_penalty is None:
             return self
         penalties = missing_eos_penalty * torch.tensor(truncated).float()
@@ -72,11 +73,12 @@ class Scores:
     def normalized(
         self, method: str = "none", clip: float | None = None, running: RunningScale | None = None
     ) -> Scores:
-        """The scores on one scale, then within ±clip.
+        """Normalize the scores, then clip them to ±clip.
 
         Args:
-            method: none; batch, mean 0 and deviation 1 in this batch; running, divided by the
-                deviation of all scores that `running` has seen, these included.
+            method: none; batch, mean 0 and standard deviation 1 in this batch; running, divided by
+                the standard deviation of all scores so far.
+            running: state of method running, which this call updates.
         """
         total = self.total
         factor = torch.ones_like(total)
@@ -89,7 +91,7 @@ class Scores:
                 factor = factor * (total.var() + 1e-8).rsqrt()
             else:
                 factor = 0 * factor
-            # The definition sums in fp64: scores that are all alike become exact zeros.
+            # The torch backend sums in fp64, so equal scores become exact zeros.
             total = whiten(total, backend="torch")
         if clip is not None:
             clipped = total.clamp(-clip, clip)
@@ -101,7 +103,7 @@ class Scores:
         return replace(self, last=total - self._sum_by_response(within), within=within)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the batch: the total, each term and each monitored reward."""
+        """Return batch means of the total, each term and each monitored reward."""
         total = self.total
         metrics = {"reward": total.mean().item()}
         if len(total) > 1:
@@ -116,7 +118,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
-        """The scores of several batches of responses, one batch after the other."""
+        """Concatenate the scores of several batches."""
         if len(parts) == 1:
             return parts[0]
         within = None
@@ -136,7 +138,7 @@ class Scores:
         )
 
     def _sum_by_response(self, within: Tensor) -> Tensor:
-        """[B]: the sum over each response."""
+        """Sum over each response, [B]."""
         return torch.stack([tokens.sum() for tokens in within.split(list(self.lengths))])
 
 
@@ -149,15 +151,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class Scorer:
-    """Calls the rewards of a run.
+    """Call the rewards of a run.
 
     Args:
-        terms: what is trained on.
-        monitors: what is only logged.
-        tokenizer: the policy's, to find the token at which a step of a completion ends.
-        failure_file: where the samples that a reward fails on are written.
-        options: how long each is waited for.
-        world: the ranks that share the responses of a batch; every reward gets a rank's own.
+        terms: rewards to train on.
+        monitors: rewards to log only.
+        tokenizer: the policy's. It locates the end of a step of a completion.
+        failure_file: receives the samples of a failed reward.
+        options: the time limit of rewards.
+        world: the ranks. Each scores its local rows of a batch.
     """
 
     def __init__(
@@ -184,13 +186,13 @@ class Scorer:
         response_ids: Sequence[list[int]],
         written: Sequence[Sequence[bool]] | None = None,
     ) -> Scores:
-        """The weighted sum of the terms, each where it is paid.
+        """Return the weighted sum of the terms.
 
         Args:
-            written: of each response, the tokens that the policy wrote; None means all.
+            written: mask of the tokens that the policy wrote, per response. None means all.
 
         Raises:
-            RewardError: a reward raised, or returned what cannot be trained on.
+            RewardError: a reward raised or returned an invalid value.
         """
         if written is None:
             written = [[True] * len(ids) for ids in response_ids]
@@ -216,13 +218,13 @@ class Scorer:
         response_ids: Sequence[list[int]],
         written: Sequence[Sequence[bool]],
     ) -> Scores:
-        """The scores of responses that are all this rank's."""
+        """Score responses on this rank."""
         samples = Samples(prompts.prompts, completions, prompts.columns, response_ids)
         terms = self._scored(self.terms, samples)
         monitors = self._scored(self.monitors, samples)
         last = torch.zeros(len(samples))
         for term in self.terms:
-            last += term.weight * torch.tensor(terms[term.name].at_the_end)
+            last += term.weight * torch.tensor(terms[term.name].at_last_token)
         return Scores(
             last=last,
             within=self._within(terms, samples, prompts.token_ids, written),
@@ -241,15 +243,15 @@ class Scorer:
         prompt_ids: Sequence[list[int]],
         written: Sequence[Sequence[bool]],
     ) -> Tensor | None:
-        """[N] weighted rewards by token; None if no term is paid within a response."""
-        if all(scored.partial is None for scored in terms.values()):
+        """Return weighted rewards by token, [N], or None if every reward is one number."""
+        if all(scored.steps is None for scored in terms.values()):
             return None
         assert samples.completion_ids is not None
         per_token = [[0.0] * len(ids) for ids in samples.completion_ids]
         for term in self.terms:
-            for row, partial in enumerate(terms[term.name].partial or ()):
+            for row, steps in enumerate(terms[term.name].steps or ()):
                 placed = token_rewards(
-                    partial,
+                    steps,
                     samples.completions[row],
                     prompt_ids=prompt_ids[row],
                     response_ids=samples.completion_ids[row],
@@ -257,7 +259,7 @@ class Scorer:
                 )
                 for token, value in enumerate(placed):
                     per_token[row][token] += term.weight * value
-        paid: list[float] = []
+        result: list[float] = []
         for rewards, is_written in zip(per_token, written, strict=True):
-            paid += paid_where_written(rewards, is_written)
-        return torch.tensor(paid)
+            result += written_token_rewards(rewards, is_written)
+        return torch.tensor(result)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fastppo.data.addresses import is_address
 from fastppo.data.files import MissingPathError
 from fastppo.data.rows import check_source, is_missing_path
 from fastppo.environments.agents import SCHEME
-from fastppo.rewards.addresses import is_address
 from fastppo.rewards.loading import FUNCTION, URL
 from fastppo.run.directory import check_no_run
 from fastppo.run.options import Options

@@ -77,7 +77,7 @@ def test_ids_and_logprobs_are_those_of_the_decoder_and_texts_those_of_the_ids() 
     torch.manual_seed(3)
     sampling_ends = Sampling(max_new_tokens=4, stop_token_ids=tuple(range(3, 23)))
     episode_runner = _turns("listen")
-    heard = sys.modules[episode_runner.environments.make.play.__module__].HEARD  # type: ignore[attr-defined]
+    heard = sys.modules[episode_runner.environments.make.run.__module__].HEARD  # type: ignore[attr-defined]
     prompts, rollout = episode_runner.run(_prompts(6), DecoderEngine(policy), sampling_ends)
     episode_runner.close()
 
@@ -170,12 +170,15 @@ ANSWER = {"role": "assistant", "content": "w4"}
 @pytest.mark.parametrize(
     ("requests", "sentence"),
     [
-        ([[FIRST], [{"role": "user", "content": "w6"}, ANSWER, FIRST]], "message 1 is not the one"),
+        (
+            [[FIRST], [{"role": "user", "content": "w6"}, ANSWER, FIRST]],
+            "message 1 differs from",
+        ),
         ([[FIRST], [FIRST, {**ANSWER, "content": "w8"}, FIRST]], "expected 'assistant: +w4', got"),
         ([[FIRST], [FIRST]], "got 1 messages, and the conversation has 2"),
         ([[]], "there are no messages"),
         ([[{"role": "user", "content": [{"type": "image_url"}]}]], "expected parts of type text"),
-        ([[{"role": "user", "content": {"text": "w5"}}]], "content that is no text"),
+        ([[{"role": "user", "content": {"text": "w5"}}]], "content of a user message must be text"),
     ],
 )
 def test_a_request_that_does_not_go_on_with_the_conversation_is_told(

@@ -109,7 +109,7 @@ def test_a_server_that_is_gone_stops_the_run(make: Any, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("names", "says"),
-    [("", "the MCP server has no tools"), ("_secret", "tool '_secret' has a name that is taken")],
+    [("", "the MCP server has no tools"), ("_secret", "tool '_secret' has a reserved name")],
 )
 def test_a_server_whose_tools_cannot_be_used_is_refused_and_ended(
     names: str, says: str, tmp_path: Path
@@ -159,9 +159,7 @@ def test_a_command_that_says_something_else_is_a_sentence_in_time(
         "import time\nfor _ in range(3):\n    print('Hello.', flush=True)\ntime.sleep(60)\n"
     )
     command = f"{sys.executable} {tmp_path / 'talks.py'}"
-    says = (
-        "start an MCP server: no list of its tools within 2 s; it writes to stdout what is no mess"
-    )
+    says = "start an MCP server: no list of its tools within 2 s; stdout must have messages only"
     with pytest.raises(DataError, match=says):
         load_environment(f"mcp:{command}")
     assert not caplog.records

@@ -17,7 +17,7 @@ import tiny
 import fastppo
 from fastppo import cli
 from fastppo.data.rows import DataError
-from fastppo.rewards.addresses import load_environment
+from fastppo.environments.loading import load_environment
 from runs import records
 
 pytest.importorskip("openenv")
@@ -176,7 +176,7 @@ def test_a_server_with_too_few_sessions_is_a_sentence_with_what_to_raise(
     monkeypatch.setattr("fastppo.environments.openenv.PAUSE", 0.0)
     with _server(_free_port(), sessions=1) as address:
         assert _train(address, tmp_path) == 1
-    assert "max_concurrent_envs must be rollout_batch_size at least" in capsys.readouterr().err
+    assert "max_concurrent_envs must be at least rollout_batch_size" in capsys.readouterr().err
 
 
 def test_no_server_is_one_sentence_with_its_address() -> None:

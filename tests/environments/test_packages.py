@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from fastppo.data.rows import DataError
-from fastppo.rewards.addresses import (
+from fastppo.data.addresses import (
     Address,
-    as_opening,
     is_address,
-    load_environment,
     load_prompts,
-    load_reward,
 )
+from fastppo.data.rows import DataError
+from fastppo.environments.loading import load_environment
+from fastppo.environments.pool import as_opening
+from fastppo.rewards.loading import load_reward
 
 
 def test_an_address_has_a_name_and_options_as_yaml_reads_them() -> None:
@@ -38,8 +38,12 @@ def test_an_address_has_a_name_and_options_as_yaml_reads_them() -> None:
 @pytest.mark.parametrize(
     ("load", "spec", "sentence"),
     [
-        (load_environment, "reasoning-gym:chain_sum", "reasoning-gym gives prompts and reward"),
-        (load_reward, "verifiers:x", "verifiers gives prompts and environment alone"),
+        (
+            load_environment,
+            "reasoning-gym:chain_sum",
+            "only provides prompts and reward",
+        ),
+        (load_reward, "verifiers:x", "verifiers only provides prompts and environment"),
     ],
 )
 def test_what_a_package_does_not_give_is_a_sentence(load: Any, spec: str, sentence: str) -> None:

@@ -16,7 +16,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.tools import is_tool_class
-from fastppo.environments.turns import MARK, Turns
+from fastppo.environments.turns import PLACEHOLDER, Turns
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.calling import CallOptions
@@ -121,7 +121,7 @@ def test_methods_are_called_and_their_results_are_messages_that_the_policy_did_n
         (_call('{"item": "none"}'), "raised", "'none'"),
         # What a policy may write by chance, and must not end the run.
         (f"<tool_call>{'[' * 5000}", "malformed", "maximum recursion depth"),
-        (_call("{}", name=MARK), "unknown", f"Tool {MARK} not found."),
+        (_call("{}", name=PLACEHOLDER), "unknown", f"Tool {PLACEHOLDER} not found."),
     ],
 )
 def test_a_call_that_fails_is_told_to_the_policy_and_counted(
@@ -210,7 +210,7 @@ def test_a_system_message_describes_tools_that_the_chat_template_leaves_out() ->
     assert '{"name": "price", "description": "The price of an item."' in system
     assert user == "<user>Hello. Buy tea."
     assert [sentence.partition(": ")[2][:26] for sentence in said] == [
-        "the chat template leaves o",
+        "the chat template ignores ",
         "the tokenizer has no respo",
     ]
 
@@ -246,9 +246,7 @@ def test_calls_are_read_by_the_response_template_of_the_tokenizer() -> None:
 
 def test_a_chat_template_without_tool_messages_is_refused() -> None:
     template = PLAIN.replace("{% for m in messages %}", "{% for m in messages[:2] %}")
-    with pytest.raises(
-        DataError, match="'Shop': the chat template leaves out messages of the role"
-    ):
+    with pytest.raises(DataError, match="'Shop': the chat template ignores messages of the role"):
         _play(Shop, [], template=template)
 
 

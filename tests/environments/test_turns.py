@@ -262,7 +262,7 @@ def test_environments_are_closed_once(is_async: bool) -> None:
         (
             [{"role": "user", "content": "w3"}],
             _prompts(),
-            "the prompt is a text, so it must",
+            "it must be a text because the prompt is one",
         ),
         ("", _prompts(), "it has no tokens"),
     ],

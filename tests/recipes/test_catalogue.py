@@ -7,9 +7,9 @@ from importlib.resources import files
 import pytest
 import yaml
 
+from fastppo.data.addresses import is_address
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
-from fastppo.rewards.addresses import is_address
 
 NAMES = [recipe.name for recipe in RECIPES]
 

@@ -7,7 +7,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.rewards.placing import paid_where_written, token_rewards
+from fastppo.rewards.placing import token_rewards, written_token_rewards
 
 BYTES = tiny.byte_tokenizer()
 
@@ -118,4 +118,4 @@ def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, step
     ],
 )
 def test_a_reward_off_the_policys_tokens_goes_to_the_last_before_it(written, paid) -> None:
-    assert paid_where_written([1.0, 2.0, 4.0, 8.0], written) == paid
+    assert written_token_rewards([1.0, 2.0, 4.0, 8.0], written) == paid

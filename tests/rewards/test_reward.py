@@ -134,12 +134,12 @@ def _scored(returned, **more) -> Scored:
 def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
     tokens = _scored([[0.5, 0.25, 1.0], 3.0])
     assert tokens == [1.75, 3.0]
-    assert tokens.partial == [[0.5, 0.25, 1.0], None]
-    assert tokens.at_the_end == [0.0, 3.0]
+    assert tokens.steps == [[0.5, 0.25, 1.0], None]
+    assert tokens.at_last_token == [0.0, 3.0]
     steps = _scored([[(2, 0.5), (5, -1)], [0.0, 2.0]])
     assert steps == [-0.5, 2.0]
-    assert steps.partial == [[(2, 0.5), (5, -1.0)], [0.0, 2.0]]
-    assert steps.at_the_end == [0.0, 0.0]
+    assert steps.steps == [[(2, 0.5), (5, -1.0)], [0.0, 2.0]]
+    assert steps.at_last_token == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
         ([0.0, [1.0] * 3], "3 numbers for completion 1, which has 2 response tokens"),
         ([0.0, [1.0, float("nan")]], "nan for token 1 of completion 1; expected a number within"),
         ([0.0, [1.0, "x"]], "'x' for token 1 of completion 1; expected a number within"),
-        ([0.0, [(1, 1.0), 2.0]], r"numbers beside \(end, value\) pairs for completion 1"),
+        ([0.0, [(1, 1.0), 2.0]], r"both numbers and \(end, value\) pairs for completion 1"),
         ([0.0, [(0, 1.0)]], r"\(0, 1.0\) for completion 1; .* whole number from 1"),
         ([0.0, [(1.5, 1.0)]], r"\(1.5, 1.0\) for completion 1"),
         ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for completion 1"),

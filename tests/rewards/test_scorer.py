@@ -43,12 +43,12 @@ def _paid(scores: Scores) -> torch.Tensor:
 
 def test_a_missing_eos_costs_its_penalty_at_the_end_of_the_response() -> None:
     truncated = [False, True, False, True]
-    assert SCORES.charged(truncated, None) is SCORES
+    assert SCORES.with_eos_penalty(truncated, None) is SCORES
     wanted = TOTAL - torch.tensor([0.0, 3.0, 0.0, 3.0])
-    charged = SCORES.charged(truncated, 3.0)
+    charged = SCORES.with_eos_penalty(truncated, 3.0)
     torch.testing.assert_close(charged.total, wanted)
     torch.testing.assert_close(charged.within, SCORES.within)
-    torch.testing.assert_close(WHOLE.charged(truncated, 3.0).last, wanted)
+    torch.testing.assert_close(WHOLE.with_eos_penalty(truncated, 3.0).last, wanted)
 
 
 @pytest.mark.parametrize("method", ["none", "batch", "running"])

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
+from fastppo.data.addresses import load_prompts
 from fastppo.data.chat import check_chat_template
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, column_names, load_rows
@@ -28,7 +29,6 @@ from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
-from fastppo.rewards.addresses import load_prompts
 from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import URL, make_terms, match_function
@@ -373,9 +373,9 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
     """
     if isinstance(make, Agent):
         keywords = (*AGENT_ARGUMENTS, *columns)
-        signature = inspect.signature(make.play)
+        signature = inspect.signature(make.run)
         try:
-            signature.bind(**keywords_for(make.play, dict.fromkeys(keywords)))
+            signature.bind(**keywords_for(make.run, dict.fromkeys(keywords)))
         except TypeError as error:
             raise ValueError(
                 f"environment: the agent takes {signature}: {error}; with the columns of {source} "
