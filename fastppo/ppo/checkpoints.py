@@ -246,7 +246,7 @@ class Checkpoints:
     def _load(self, path: Path) -> None:
         saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
         self.state.load_state_dict(saved_state)
-        self.optimizer.load_loss_scale(saved_state.get("scaler", {}))
+        self.optimizer.load_loss_scale(saved_state["scaler"])
         self.engine.load_state_dict(saved_state["engine"])
         if self.state.value_regression is not None:
             self.state.value_regression.load_tensors(

@@ -149,9 +149,8 @@ class RunState:
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
-        # Checkpoints of 0.2 have neither evaluations nor successes.
-        self.evaluations = BestEvaluations(**state.get("evaluations", {}))
-        self.successes = dict(state.get("successes", []))
+        self.evaluations = BestEvaluations(**state["evaluations"])
+        self.successes = dict(state["successes"])
         self.watch.load_state_dict(state["watch"])
 
 

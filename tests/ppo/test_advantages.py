@@ -51,13 +51,13 @@ def _made(
 # ---------------------------------------------------------------------------------------- the kinds
 
 
-def test_sequence_advantages_are_reward_less_value_of_the_prompt() -> None:
+def test_sequence_advantages_are_reward_minus_value_of_the_prompt() -> None:
     wanted = [(r - v[0]).expand(len(v)) for r, v in zip(SCORES, VALUES, strict=True)]
     torch.testing.assert_close(_made("sequence").advantages, torch.cat(wanted))
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
-def test_gae_has_the_scores_at_the_last_tokens_and_the_discounts_of_the_options(lam: float) -> None:
+def test_gae_places_scores_at_last_tokens_and_uses_gamma_and_lam(lam: float) -> None:
     rewards = torch.zeros(9).index_copy(0, BATCH.cu_seqlens[1:].long() - 1, SCORES)
     wanted = gae(rewards, OLD.values, cu_seqlens=BATCH.cu_seqlens, gamma=0.9, lam=lam)
     learned = _made("gae", gamma=0.9, lam=lam)
@@ -93,13 +93,13 @@ def _each(values: list[float]) -> torch.Tensor:
     return torch.tensor(values).repeat_interleave(GROUPED.response_lengths)
 
 
-def test_reinforce_is_the_reward_to_go_and_reads_no_value() -> None:
+def test_reinforce_is_the_reward_to_go() -> None:
     estimates = _of_groups("reinforce", gamma=0.5)
     wanted = torch.tensor([0.25, 0.5, 1.0, -2.0, 0.25, 0.5, 0.25, 0.5])
     torch.testing.assert_close(estimates.advantages, wanted)
 
 
-def test_rloo_is_the_reward_less_the_others_mean() -> None:
+def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
     torch.testing.assert_close(_of_groups("rloo").advantages, _each([3.0, -3.0, 0.0, 0.0]))
     scores = torch.tensor([1.0, 4.0, -2.0, 7.0])
     config = {"samples_per_prompt": 4, "rollout_batch_size": 64}
@@ -107,7 +107,7 @@ def test_rloo_is_the_reward_less_the_others_mean() -> None:
     torch.testing.assert_close(_of_groups("rloo", scores, **config).advantages, wanted)
 
 
-def test_a_group_is_normalised_by_its_own_mean_and_deviation() -> None:
+def test_a_group_is_normalized_by_its_mean_and_standard_deviation() -> None:
     unit = 1.5 / (4.5**0.5 + 1e-4)
     estimates = _of_groups("group").advantages
     torch.testing.assert_close(estimates, _each([unit, -unit, 0.0, 0.0]))
@@ -123,7 +123,7 @@ def test_part_of_a_group_is_refused() -> None:
 
 @pytest.mark.parametrize("whitening", ["none", "full", "variance"])
 @pytest.mark.parametrize("kind", ["gae", "sequence", "turn_gae", "reinforce", "rloo"])
-def test_rounding_is_no_advantage(kind: str, whitening: str, tmp_path: Path) -> None:
+def test_advantages_from_rounding_are_zero(kind: str, whitening: str, tmp_path: Path) -> None:
     """All responses earn nothing and the policy is the reference, but for what sums in another
     order make of its logprobs: Adam's step in their direction is as long as any other, and one of
     them can take from a model what it knows."""
@@ -143,7 +143,7 @@ def test_rounding_is_no_advantage(kind: str, whitening: str, tmp_path: Path) -> 
     assert all(torch.equal(weight, start) for weight, start in zip(after, before, strict=True))
 
 
-def test_a_group_that_earns_the_same_has_no_advantages_whatever_others_earn() -> None:
+def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
     scores = torch.tensor([1.0, 1.0, 0.5, 2.0])
     reference = GROUPED_OLD.logprobs + torch.linspace(-1e-6, 1e-6, 8)
     for kind in ("rloo", "group"):
@@ -152,18 +152,18 @@ def test_a_group_that_earns_the_same_has_no_advantages_whatever_others_earn() ->
 
 
 @pytest.mark.parametrize("whitening", ["none", "variance"])
-def test_advantages_that_are_all_the_same_are_no_rounding(whitening: str) -> None:
+def test_equal_nonzero_advantages_are_kept(whitening: str) -> None:
     same = Scores(torch.full((4,), 3.0))
     assert (_of_groups("reinforce", same.last, whiten_advantages=whitening).advantages > 1).all()
 
 
-def test_what_is_no_number_is_no_rounding() -> None:
+def test_nan_advantages_stay_nan() -> None:
     rewards = Scores(torch.tensor([1.0, torch.nan, 0.5]))
     assert _made("gae", rewards=rewards, whiten_advantages="full").advantages.isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["gae", "sequence"])
-def test_the_spread_is_that_of_the_advantages_before_whitening(kind: str) -> None:
+def test_spread_is_measured_before_whitening(kind: str) -> None:
     raw = _made(kind).advantages
     for whitening in ("none", "full", "variance"):
         estimates = _made(kind, whiten_advantages=whitening)
@@ -175,7 +175,7 @@ def test_the_spread_is_that_of_the_advantages_before_whitening(kind: str) -> Non
 # ------------------------------------------------------------------------------------------------ λ
 
 
-def test_lambda_by_length_is_that_of_each_response() -> None:
+def test_lam_alpha_sets_lambda_per_response() -> None:
     """α = 0.5: λ = 1 − 2/5, 1 − 2/3, and 0 for one token, where it would be negative."""
     estimates = _made("gae", lam_alpha=0.5, gamma=0.9).advantages.split(LENGTHS)
     for row, lam in enumerate((0.6, 1 / 3, 0.0)):
@@ -183,7 +183,7 @@ def test_lambda_by_length_is_that_of_each_response() -> None:
         torch.testing.assert_close(estimates[row], alone)
 
 
-def test_the_value_function_may_learn_with_another_lambda() -> None:
+def test_value_lam_changes_only_the_returns() -> None:
     estimates = _made("gae", lam=0.7, value_lam=1.0, gamma=0.9)
     assert torch.equal(estimates.advantages, _made("gae", lam=0.7, gamma=0.9).advantages)
     assert torch.equal(estimates.returns, _made("gae", lam=1.0, gamma=0.9).returns)
@@ -207,7 +207,7 @@ def test_whitening_on_off_and_variance_only(kind: str) -> None:
 # -------------------------------------------------------------------------------------- the rewards
 
 
-def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for() -> None:
+def test_bootstrap_truncated_adds_the_last_value() -> None:
     truncated = (True, False, True)
     plain = _made(truncated=truncated)
     assert torch.equal(plain.returns, _made().returns)
@@ -217,7 +217,7 @@ def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for() 
     torch.testing.assert_close(boot.returns[last], wanted)
 
 
-def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
+def test_token_rewards_apply_at_their_tokens() -> None:
     within = torch.linspace(-1, 1, 9)
     estimates = _made(lam=1.0, rewards=Scores(SCORES, within, LENGTHS))
     wanted = [
@@ -235,7 +235,7 @@ def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
         ("k3", lambda d: (-d).exp() - 1 + d),
     ],
 )
-def test_the_kl_in_the_reward_is_paid_by_its_estimator(estimator: str, penalty) -> None:
+def test_the_kl_penalty_uses_its_estimator(estimator: str, penalty) -> None:
     estimates = _made(lam=1.0, ref=REF, kl_coef=0.4, kl_estimator=estimator)
     kl = penalty(OLD.logprobs - REF)
     wanted = [
@@ -245,11 +245,11 @@ def test_the_kl_in_the_reward_is_paid_by_its_estimator(estimator: str, penalty) 
     torch.testing.assert_close(estimates.returns, torch.cat(wanted))
 
 
-def test_without_a_reference_the_coefficient_weighs_nothing() -> None:
+def test_without_a_reference_there_is_no_kl_penalty() -> None:
     assert torch.equal(_made(kl_coef=0.4).returns, _made().returns)
 
 
-def test_an_exact_kl_takes_the_place_of_the_estimate() -> None:
+def test_an_exact_kl_replaces_the_estimate() -> None:
     """Beside rewards within the responses, which it is added to."""
     kl, within = torch.linspace(0.1, 0.9, 9), torch.linspace(-1, 1, 9)
     rewards = Scores(SCORES, within, LENGTHS)
@@ -266,7 +266,7 @@ def test_an_exact_kl_takes_the_place_of_the_estimate() -> None:
 # ------------------------------------------------------------------------------------- in a trainer
 
 
-def test_a_run_whose_rewards_are_equal_is_warned_of_once_an_iteration(tmp_path: Path) -> None:
+def test_equal_rewards_warn_once_per_iteration(tmp_path: Path) -> None:
     """Whitening would make noise of it and the run would look stable."""
     options: dict[str, Any] = {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 4}
     options |= {"whiten_advantages": "none", "iterations": 1, "kl_coef": 0.0}

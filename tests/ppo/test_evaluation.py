@@ -27,7 +27,7 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     return make_trainer(directory, eval_prompts=str(held_out), **more)
 
 
-def test_an_evaluation_comes_every_so_many_iterations(
+def test_evaluations_follow_eval_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And one before the first update; the console has each, with the best of each mode."""
@@ -58,7 +58,7 @@ def test_an_evaluation_comes_every_so_many_iterations(
     assert said[-4].endswith(", the best so far")
 
 
-def test_without_a_reference_an_evaluation_tells_of_no_kl(
+def test_an_evaluation_without_a_reference_has_no_kl(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A KL of 0.00 would say that the policy has not moved."""
@@ -71,7 +71,7 @@ def test_without_a_reference_an_evaluation_tells_of_no_kl(
     assert "KL" not in "".join(said)
 
 
-def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
+def test_evaluation_means_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     """Of twenty prompts in parts of eight; greedily, since the draws of a part are its own."""
     options = {"rollout_batch_size": 8, "eval_sampling": "greedy", "eval_interval": 1}
     trainer = _trainer(tmp_path, **options, iterations=1)
@@ -87,7 +87,7 @@ def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
         assert metrics[f"eval/{name}"] == metrics[f"eval/greedy/{name}"]
 
 
-def test_the_reward_of_a_single_prompt_has_no_error(tmp_path: Path) -> None:
+def test_a_single_prompt_has_no_standard_error(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, eval_interval=1, iterations=1)
     trainer.evaluation.prompts = trainer.evaluation.prompts.select([0])
     assert math.isnan(trainer.train()["eval/reward_error"])
@@ -116,9 +116,7 @@ class Lottery:
 
 
 @pytest.mark.parametrize("kind", ["reward", "environment"])
-def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
-    kind: str, tmp_path: Path
-) -> None:
+def test_an_evaluation_does_not_change_the_random_state(kind: str, tmp_path: Path) -> None:
     """And is the same each time: of a policy that hardly moves, so is what it earns."""
     (tmp_path / "chance.py").write_text(RANDOM)
     options: dict[str, Any] = {"iterations": 3, "learning_rate": 1e-12}
@@ -137,7 +135,7 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     assert len({line["reward"] for line in records(one)}) == 3
 
 
-def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_that_it_is_of(
+def test_a_failed_evaluation_ends_the_run_after_its_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"iterations": 3, "eval_interval": 2}
@@ -164,7 +162,7 @@ def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_t
     assert all(map(torch.equal, uninterrupted.model.parameters(), resumed.model.parameters()))
 
 
-def test_the_first_responses_are_kept(tmp_path: Path) -> None:
+def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
     options = {"eval_sampling": "both", "eval_interval": 1}
     trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)

@@ -25,7 +25,7 @@ def _experience() -> Experience:
     return Experience(BATCH, packed, packed + 10, packed + 20, packed + 30, packed + 40)
 
 
-def test_experience_of_some_sequences_has_their_tokens() -> None:
+def test_select_keeps_the_tokens_of_the_sequences() -> None:
     part = _experience().select(torch.tensor([2, 0]))
     assert part.old_logprobs.tolist() == [4, 5, 0, 1, 2]
     assert part.returns.tolist() == [34, 35, 30, 31, 32]
@@ -35,9 +35,7 @@ def test_experience_of_some_sequences_has_their_tokens() -> None:
 
 @pytest.mark.parametrize("written", [None, [[True, False, True], [False], [True, True]]])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
-    count: int, written: list[list[bool]] | None
-) -> None:
+def test_minibatches_follow_the_given_order(count: int, written: list[list[bool]] | None) -> None:
     """Each as if it had been selected and weighted by itself, on the memory of one copy."""
     batch = Batch.of(PROMPTS, RESPONSES, written=written)
     packed = torch.arange(batch.response_count, dtype=torch.float32)
@@ -68,7 +66,7 @@ def test_packed_weights_follow_the_aggregation(aggregation: str, expected: list[
     assert _experience().weighted(aggregation).token_weights.tolist() == weights.tolist()
 
 
-def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
+def test_weights_belong_to_the_minibatch() -> None:
     """So the split into microbatches does not matter."""
     minibatch = _experience().weighted("seq-mean-token-mean")
     rows = microbatches(minibatch.batch.lengths, Limits(1))
@@ -79,7 +77,7 @@ def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("limits", [Limits(1), Limits(3)])
-def test_ranks_share_a_minibatch_and_run_as_many_microbatches_each(limits: Limits) -> None:
+def test_ranks_run_equally_many_microbatches(limits: Limits) -> None:
     """A rank that has fewer runs a sequence without weight in place of the missing ones."""
     minibatch = _experience().weighted("token-mean")
     by_rank = [[*minibatch.microbatches(limits, World(rank, 2))] for rank in (0, 1)]

@@ -27,7 +27,7 @@ def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("more", [{}, {"ptx_coef": 0.5}, {"value_model": "detached"}])
-def test_the_gradient_is_that_of_fp32_to_its_rounding(more: dict, tmp_path: Path) -> None:
+def test_the_fp16_gradient_equals_fp32_up_to_rounding(more: dict, tmp_path: Path) -> None:
     """fp16 rounds to 2⁻¹¹ of a number, a few layers deep; the scale of 65536 is gone."""
     if "ptx_coef" in more:
         more = more | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl"), "ptx_block_size": 12}
@@ -40,7 +40,7 @@ def test_the_gradient_is_that_of_fp32_to_its_rounding(more: dict, tmp_path: Path
             assert off < 0.05, (name, off)
 
 
-def test_products_are_in_fp16_and_frozen_matrices_too(tmp_path: Path) -> None:
+def test_products_and_frozen_matrices_are_fp16(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, lora_rank=4, **FP16)
     layer = trainer.model.causal_lm.model.layers[0].self_attn.q_proj  # type: ignore[union-attr]
     assert layer.base_layer.weight.dtype == torch.float16
@@ -49,7 +49,7 @@ def test_products_are_in_fp16_and_frozen_matrices_too(tmp_path: Path) -> None:
         assert layer(torch.ones(2, 32)).dtype == torch.float16
 
 
-def test_a_gradient_beyond_fp16_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
     _set_scale(trainer, 2.0**60)
     before = _weights(trainer)
@@ -62,7 +62,7 @@ def test_a_gradient_beyond_fp16_skips_the_step_and_halves_the_scale(tmp_path: Pa
     assert trainer.state.optimizer_step == 1
 
 
-def test_a_clip_is_of_the_gradient_without_its_scale(tmp_path: Path) -> None:
+def test_gradients_are_clipped_after_unscaling(tmp_path: Path) -> None:
     """Were it clipped before, every norm would be 65536 times as large."""
     norms = {
         name: make_trainer(tmp_path / name, precision=name, **ONE_STEP).train()["grad_norm"]
@@ -72,7 +72,7 @@ def test_a_clip_is_of_the_gradient_without_its_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["gradient under the least scale", "loss"])
-def test_what_is_not_finite_and_no_overflow_is_skipped_as_ever(broken: str, tmp_path: Path) -> None:
+def test_a_nonfinite_number_without_overflow_skips_the_step(broken: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
     experience = first_experience(trainer)
     if broken == "loss":
@@ -86,6 +86,6 @@ def test_what_is_not_finite_and_no_overflow_is_skipped_as_ever(broken: str, tmp_
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_that_are_trained_are_in_fp32(dtype: str, tmp_path: Path) -> None:
+def test_trained_weights_must_be_fp32(dtype: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="scales gradients of fp32 weights, so what is trained"):
         make_trainer(tmp_path, model_dtype=dtype, **FP16)

@@ -30,13 +30,13 @@ def _given(
 
 
 @pytest.mark.parametrize("scores", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]).double()])
-def test_scores_of_any_kind_become_fp32_on_the_cpu(scores) -> None:
+def test_scores_become_fp32_on_the_cpu(scores) -> None:
     checked = _given(*GIVEN, scores).scores.total
     assert checked.tolist() == [1.0, 2.5]
     assert (checked.dtype, checked.device.type) == (torch.float32, "cpu")
 
 
-def test_prompts_are_read_as_a_run_does() -> None:
+def test_prompts_are_encoded_as_in_a_run() -> None:
     """With the tokenizer's special tokens, but for an EOS at the end; chat messages by its
     template."""
     tokenizer = tiny.tokenizer(chat=True)
@@ -48,12 +48,12 @@ def test_prompts_are_read_as_a_run_does() -> None:
     assert given.rollout.tokens == [[10, 1]] * 3
 
 
-def test_a_response_without_a_stop_token_is_taken_for_cut_off() -> None:
+def test_a_response_without_a_stop_token_is_truncated() -> None:
     given = _given(["w1", "w2"], ["w3 w4", "w3 <eos>"])
     assert given.rollout.truncated == [True, False]
 
 
-def test_a_response_of_turns_may_hold_stop_tokens_where_masks_say_what_was_written() -> None:
+def test_masked_responses_may_contain_stop_tokens() -> None:
     """And none ends a response where the run has no stop tokens."""
     turns = [[7, 1, 20, 8, 1], [9, 1, 0, 0, 0]]
     masks = [[True, True, False, True, True], [True, True, False, False, False]]
@@ -62,7 +62,7 @@ def test_a_response_of_turns_may_hold_stop_tokens_where_masks_say_what_was_writt
     assert _given(GIVEN[0], turns, stop_token_ids=[]).rollout.tokens == turns
 
 
-def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
+def test_per_token_values_are_selected_by_the_mask() -> None:
     """A reward of another token is paid at the policy's last one before it."""
     given = _given(
         [[4, 5], [6]],
@@ -113,6 +113,6 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
         (GIVEN, {"values": torch.zeros(2, 3)}, "values of response 1 .* expected 2, got 3"),
     ],
 )
-def test_what_does_not_fit_is_refused(given: Any, more: dict[str, Any], says: str) -> None:
+def test_invalid_input_is_refused(given: Any, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         _given(*given, **more)

@@ -27,7 +27,7 @@ def test_kl_coefficients_follow_their_papers(kl: float) -> None:
 # ----------------------------------------------------------------------------------------- in a run
 
 
-def test_the_adaptive_coefficient_follows_its_formula_in_a_run(tmp_path: Path) -> None:
+def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         kl_controller="adaptive",
@@ -45,7 +45,7 @@ def test_the_adaptive_coefficient_follows_its_formula_in_a_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("rate", "factor"), [(3e-2, 2.0), (1e-7, 0.5)])
-def test_the_penaltys_coefficient_doubles_or_halves(
+def test_the_penalty_coefficient_doubles_or_halves(
     rate: float, factor: float, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, objective="penalty", learning_rate=rate, iterations=1)

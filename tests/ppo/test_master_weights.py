@@ -31,7 +31,7 @@ def _step(rounded: nn.Parameter, in_fp32: nn.Parameter, optimizer: Optimizer) ->
     optimizer.step()
 
 
-def test_updates_below_the_weights_resolution_add_up() -> None:
+def test_updates_below_bf16_resolution_accumulate() -> None:
     """1e-4 on weights near 1: bfloat16 alone would round each of them away."""
     rounded, in_fp32, optimizer = _pair()
     start = rounded.detach().float().clone()
@@ -49,7 +49,7 @@ def test_updates_below_the_weights_resolution_add_up() -> None:
     assert rounded.dtype == torch.bfloat16
 
 
-def test_gradients_of_microbatches_add_up_in_fp32() -> None:
+def test_gradients_accumulate_in_fp32() -> None:
     """256 + 1 is 256 in bfloat16."""
     rounded, _, optimizer = _pair()
     (rounded * 256).sum().backward()
@@ -62,7 +62,7 @@ def test_gradients_of_microbatches_add_up_in_fp32() -> None:
     assert rounded.grad is None
 
 
-def test_the_gradient_is_clipped_where_the_model_has_it() -> None:
+def test_clipping_scales_the_models_gradients() -> None:
     model = ActorCritic(tiny.model().bfloat16())
     config = PPOConfig(max_grad_norm=0.5)
     optimizer = make_optimizer(model, config)
@@ -88,7 +88,7 @@ def _bf16(tmp_path: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("value_model", ["shared", "critic"])
-def test_every_trained_weight_of_a_run_has_an_fp32_master(value_model, tmp_path: Path) -> None:
+def test_every_trained_weight_has_an_fp32_master(value_model, tmp_path: Path) -> None:
     trainer = _bf16(tmp_path, value_model=value_model)
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert {p.dtype for p in masters} == {torch.float32}

@@ -72,7 +72,7 @@ def _sums(policy: torch.Tensor, *, value_loss: float, clipped: float, computed: 
     )
 
 
-def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
+def test_metrics_do_not_depend_on_the_microbatches() -> None:
     """A microbatch of one token counts for one token, not for half of the mean."""
     logits, advantages = torch.randn(6, 5), torch.randn(6)
     weights = torch.full((6,), 1 / 6)
@@ -95,7 +95,7 @@ def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     assert actual[0]["value_clip_fraction"] == 0.5
 
 
-def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
+def test_losses_and_step_metrics_are_means_over_steps() -> None:
     meter = UpdateMeter()
     policy_losses = []
     for seed, (loss, value_loss) in enumerate([(1.0, 0.5), (3.0, 0.7)]):
@@ -114,7 +114,7 @@ def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
     assert meter.metrics()["ptx_loss"] == 1.5
 
 
-def test_the_timer_tells_each_phase_and_tokens_per_second_of_all() -> None:
+def test_the_timer_reports_phases_and_tokens_per_second() -> None:
     begun: list[str] = []
     timer = PhaseTimer(PPOConfig(), begun.append)
     for phase in ("generate", "update"):
@@ -150,21 +150,21 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
     assert "kl" not in experience_metrics(replace(EXPERIENCE, ref_logprobs=None), torch.tensor(1.0))
 
 
-def test_a_perfect_value_function_explains_all_and_a_constant_one_nothing() -> None:
+def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:
     returns = torch.tensor([1.0, 2.0, 4.0])
     assert explained_variance(returns, returns).item() == 1
     assert explained_variance(returns, torch.full((3,), 7.0)).item() == pytest.approx(0)
     assert explained_variance(returns, -returns).item() < 0
 
 
-def test_of_returns_that_differ_by_rounding_there_is_nothing_to_explain() -> None:
+def test_returns_equal_up_to_rounding_have_no_critic_metrics() -> None:
     rounding = 1e-6 * torch.tensor([1.0, -1.0, 1.0, -1.0])
     assert critic_metrics(replace(EXPERIENCE, complete_returns=1 + rounding)) == {}
     values = critic_metrics(replace(EXPERIENCE, old_values=1 + rounding))
     assert values.keys() == {"explained_variance", "advantage_correlation"}
 
 
-def test_values_that_are_all_the_same_have_no_calibration() -> None:
+def test_equal_values_have_no_calibration() -> None:
     constant = replace(EXPERIENCE, old_values=torch.zeros(4), advantages=-EXPERIENCE.returns)
     actual = critic_metrics(constant)
     assert actual == pytest.approx({"explained_variance": 0.0, "advantage_correlation": -1.0})
@@ -183,7 +183,7 @@ def test_the_logged_kl_is_k1_whatever_the_reward_uses(estimator: str, tmp_path: 
 # ------------------------------------------------------------------------------------ the responses
 
 
-def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards() -> None:
+def test_response_metrics_have_rewards_and_eos_rate() -> None:
     actual = response_metrics(SCORES, ROLLOUT, {"kl": 3.0, "kl_coef": 0.1})
     assert actual["non_score_reward"] == pytest.approx(-0.3)
     assert actual["rlhf_reward"] == pytest.approx(actual["reward"] - 0.3)
@@ -192,7 +192,7 @@ def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards
     assert actual.items() >= SCORES.metrics().items()
 
 
-def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
+def test_sample_records_hold_scores_and_metadata() -> None:
     responses = Responses(Prompts(["w1", "w2 w3"], [[4], [5, 6]]), ROLLOUT, SCORES)
     first, second = sample_records(responses, EXPERIENCE, [" a", " b"])
     assert first == {
@@ -224,9 +224,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
-def test_every_metric_of_a_run_is_in_a_table_of_its_meaning(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_every_metric_of_a_run_is_documented(options: dict[str, Any], tmp_path: Path) -> None:
     options = dict(options)
     if "monitor_rewards" in options:
         options["monitor_rewards"] = [tiny.count_w7]
@@ -243,7 +241,7 @@ def test_every_metric_of_a_run_is_in_a_table_of_its_meaning(
         assert name in told or (rest and f"{head}/NAME" in told), name
 
 
-def test_every_metric_that_a_report_draws_is_in_a_table_of_its_meaning() -> None:
+def test_every_metric_in_the_report_is_documented() -> None:
     told = _told()
     for panel in PANELS:
         for name in panel.metrics:

@@ -119,7 +119,7 @@ OF_RANGE = {"clip_ratio": (0.1, 0.3), "entropy_coef": 0.1}
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",
 )
-def test_the_loss_is_the_definitions(
+def test_the_loss_equals_the_definition(
     options: dict[str, Any], keywords: dict[str, Any], weights: Tensor | None, tmp_path: Path
 ) -> None:
     """Of each objective that `fastppo.ppo_loss` has, with the KL and the entropy that the options
@@ -132,7 +132,7 @@ def test_the_loss_is_the_definitions(
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
-def test_the_penalty_objective_is_the_papers(weights: Tensor | None, tmp_path: Path) -> None:
+def test_the_penalty_objective_follows_the_paper(weights: Tensor | None, tmp_path: Path) -> None:
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
     loss = Loss(tmp_path, weights, objective="penalty", entropy_coef=0.1)
     loss.trainer.state.policy_kl_control.coef = 0.7
@@ -157,9 +157,7 @@ def _value_loss(trainer: PPOTrainer, micro: Experience, values: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_the_value_term_is_clipped_as_the_option_says_and_counts_it(
-    clip: float | None, tmp_path: Path
-) -> None:
+def test_value_clip_clips_and_counts(clip: float | None, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, value_head="gradient", value_clip=clip)
     micro = first_experience(trainer).weighted("token-mean")
     micro = replace(micro, returns=micro.old_values + 2)
@@ -177,7 +175,7 @@ def test_the_value_term_is_clipped_as_the_option_says_and_counts_it(
     assert count == clipped
 
 
-def test_a_value_that_has_not_moved_far_is_never_counted_as_clipped(tmp_path: Path) -> None:
+def test_small_value_changes_are_not_counted_as_clipped(tmp_path: Path) -> None:
     """V_old + (V − V_old) is V but for a rounding, which makes some errors larger."""
     trainer = make_trainer(tmp_path, value_head="gradient", value_clip=0.2)
     micro = first_experience(trainer).weighted("token-mean")
@@ -191,7 +189,7 @@ def test_a_value_that_has_not_moved_far_is_never_counted_as_clipped(tmp_path: Pa
 # ------------------------------------------------------------------------------------- in a trainer
 
 
-def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
+def test_the_logged_penalty_loss_follows_the_paper(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         objective="penalty",

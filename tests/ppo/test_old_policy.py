@@ -46,7 +46,7 @@ def _passes(trainer: PPOTrainer) -> list[int]:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("options", [{}, {"bootstrap_truncated": True}, {"temperature": 0.7}])
-def test_the_samplers_are_taken_without_a_pass_and_are_the_learners(
+def test_sampler_logprobs_are_used_without_a_forward_pass(
     architecture: str, options, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, architecture, **options)
@@ -80,7 +80,7 @@ def test_the_samplers_are_taken_without_a_pass_and_are_the_learners(
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_elsewhere_they_are_recomputed(options, tmp_path: Path) -> None:
+def test_otherwise_old_logprobs_are_recomputed(options, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **options)
     rollout, batch = _drawn(trainer)
     passes = _passes(trainer)
@@ -93,7 +93,7 @@ def test_elsewhere_they_are_recomputed(options, tmp_path: Path) -> None:
     assert (old.importance_weights is None) == is_exact
 
 
-def test_the_samplers_may_be_asked_for_under_bf16(tmp_path: Path) -> None:
+def test_sampler_logprobs_can_be_forced_under_bf16(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", old_logprobs="sampler")
     rollout, batch = _drawn(trainer)
     passes = _passes(trainer)
@@ -110,7 +110,7 @@ def test_the_samplers_may_be_asked_for_under_bf16(tmp_path: Path) -> None:
     ],
     ids=["critic", "critic-generate", "shared-generate"],
 )
-def test_values_that_the_engine_does_not_give_are_the_value_functions(
+def test_missing_values_are_computed_by_the_value_function(
     options, passes_of_the_policy: list[int], tmp_path: Path
 ) -> None:
     """And the logprobs the sampler's: with a critic the policy makes no pass."""
@@ -127,7 +127,7 @@ def test_values_that_the_engine_does_not_give_are_the_value_functions(
     torch.testing.assert_close(old.final_values, wanted.final_values, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sampler_that_tells_no_more_than_what_it_drew_from_needs_no_weights(
+def test_sampler_logprobs_after_top_p_need_no_weights(
     tmp_path: Path,
 ) -> None:
     """The loss's own ratio is to that."""
@@ -140,7 +140,7 @@ def test_a_sampler_that_tells_no_more_than_what_it_drew_from_needs_no_weights(
 
 @pytest.mark.parametrize("rollout", ["decoder", "generate"])
 @pytest.mark.parametrize("restriction", [{"top_k": 4}, {"top_p": 0.6}])
-def test_a_restriction_is_corrected_by_the_mass_that_it_left(
+def test_a_restriction_is_corrected_by_the_remaining_mass(
     rollout: str, restriction, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, rollout=rollout, **restriction)
@@ -160,7 +160,7 @@ def test_a_restriction_is_corrected_by_the_mass_that_it_left(
     assert 0 < old.metrics["mismatch/effective_sample_size"] < 1
 
 
-def test_responses_from_elsewhere_are_recomputed_and_not_weighed(tmp_path: Path) -> None:
+def test_given_responses_are_recomputed_without_weights(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
     rollout, batch = _drawn(trainer)
     old = _old(trainer, Rollout(rollout.tokens, rollout.finish_reasons), batch)
@@ -184,7 +184,7 @@ def test_responses_from_elsewhere_are_recomputed_and_not_weighed(tmp_path: Path)
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
 )
-def test_importance_weights_are_bounded_as_the_options_say(options, wanted, beyond) -> None:
+def test_importance_weights_are_bounded(options, wanted, beyond) -> None:
     logprobs = torch.full((5,), -1.0)
     ratios = torch.tensor([1.0, 1.5, 3.0, 0.25, 1.5])
     lengths = torch.tensor([3, 0, 2])
@@ -199,7 +199,7 @@ def test_importance_weights_are_bounded_as_the_options_say(options, wanted, beyo
     assert metrics["mismatch/effective_sample_size"] == pytest.approx(size)
 
 
-def test_the_mismatch_is_counted_token_by_token() -> None:
+def test_mismatch_metrics_are_per_token() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     metrics = mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3]))
     assert metrics["mismatch/mean"] == pytest.approx(0.55 / 4)
@@ -207,7 +207,7 @@ def test_the_mismatch_is_counted_token_by_token() -> None:
     assert metrics["mismatch/outside"] == pytest.approx(0.5)
 
 
-def test_another_policy_behind_the_sampler_shows_in_the_metrics_and_warns(tmp_path: Path) -> None:
+def test_a_wrong_sampler_policy_shows_in_the_metrics(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", iterations=1)
     drawn = []
 

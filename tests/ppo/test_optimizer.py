@@ -57,7 +57,7 @@ def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None
         ({"value_model": "critic", "value_learning_rate": 3e-4}, 3e-4),
     ],
 )
-def test_a_critic_learns_ten_times_as_fast_as_the_policy_unless_it_is_said(
+def test_a_critic_has_ten_times_the_learning_rate_by_default(
     options: dict[str, Any], rate: float
 ) -> None:
     config = PPOConfig(learning_rate=1e-4, **options)
@@ -74,9 +74,7 @@ def test_a_critic_learns_ten_times_as_fast_as_the_policy_unless_it_is_said(
     ("options", "count"),
     [({}, 1), ({"value_learning_rate": 3e-3}, 2), ({"weight_decay": 0.1}, None)],
 )
-def test_neighbours_of_one_rate_and_decay_are_one_group(
-    kind: str, options: dict, count: int | None
-) -> None:
+def test_groups_with_equal_options_are_merged(kind: str, options: dict, count: int | None) -> None:
     """In one order whatever the options are: by it a checkpoint finds its weights' moments."""
     model = _model(kind)
     plain = make_optimizer(model, PPOConfig())
@@ -110,7 +108,7 @@ def test_the_learning_rate_is_a_function_of_the_step(name, step, expected) -> No
 
 
 @pytest.mark.parametrize("kind", ["shared", "critic"])
-def test_a_critics_gradient_is_clipped_apart_from_the_policys(kind: str) -> None:
+def test_a_critics_gradient_is_clipped_separately(kind: str) -> None:
     model, config = _model(kind), PPOConfig(value_model=kind, max_grad_norm=0.5)
     optimizer = make_optimizer(model, config)
     for name, parameter in model.named_parameters():
@@ -133,7 +131,7 @@ def test_a_critics_gradient_is_clipped_apart_from_the_policys(kind: str) -> None
 # ------------------------------------------------------------------------------- another optimizer
 
 
-def test_an_optimizer_of_the_users_gets_groups_and_options(tmp_path: Path) -> None:
+def test_a_custom_optimizer_gets_groups_and_options(tmp_path: Path) -> None:
     options = {"optimizer": "torch.optim:SGD", "optimizer_options": {"momentum": 0.9}}
     trainer = make_trainer(tmp_path, learning_rate=0.1, weight_decay=0.01, **options)
     assert type(trainer.optimizer.inner) is torch.optim.SGD
@@ -160,7 +158,7 @@ def test_an_optimizer_of_the_users_gets_groups_and_options(tmp_path: Path) -> No
         ("builtins:list", {}, "must return a torch.optim.Optimizer, got list"),
     ],
 )
-def test_an_optimizer_that_cannot_be_made_is_refused(
+def test_an_invalid_optimizer_is_refused(
     optimizer: str, options: dict[str, Any], says: str
 ) -> None:
     config = PPOConfig(optimizer=optimizer, optimizer_options=options)

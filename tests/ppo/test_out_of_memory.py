@@ -51,7 +51,7 @@ def _gradients(
     return {name: p.grad.clone() for name, p in trainer.model.causal_lm.named_parameters()}, said
 
 
-def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path: Path) -> None:
+def test_halving_gives_the_gradient_of_smaller_microbatches(tmp_path: Path) -> None:
     halved, said = _gradients(tmp_path / "a", room=3, microbatch_size=8)
     small, _ = _gradients(tmp_path / "b", room=16, microbatch_size=2)
     unsplit, _ = _gradients(tmp_path / "c", room=16, microbatch_size=16)
@@ -64,7 +64,7 @@ def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path:
     torch.testing.assert_close(halved, unsplit, rtol=1e-4, atol=1e-6)
 
 
-def test_later_steps_begin_with_what_fits(tmp_path: Path) -> None:
+def test_later_steps_start_with_the_size_that_fits(tmp_path: Path) -> None:
     _, said = _gradients(tmp_path, room=4, microbatch_size=8, minibatches=2, ppo_epochs=3)
     assert len(said) == 1, "once"
 
@@ -98,7 +98,7 @@ def _tried(fitting: MicrobatchLimits, wanted: Limits, sequences: int, room: int)
     return tried
 
 
-def test_halving_starts_from_the_sequences_that_there_are() -> None:
+def test_halving_starts_from_the_actual_batch_size() -> None:
     said: list[str] = []
     tried = _tried(MicrobatchLimits(said.append), Limits(512), 16, room=8)
     assert [limits.sequences for limits in tried] == [512, 8]
@@ -106,7 +106,7 @@ def test_halving_starts_from_the_sequences_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("limits", [Limits(4), Limits(4, 64), Limits(512)])
-def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -> None:
+def test_a_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -> None:
     said: list[str] = []
     with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
         _tried(MicrobatchLimits(said.append), limits, 4, room=0)
@@ -121,7 +121,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Li
         ("loading", "--param_dtype bfloat16 halves"),
     ],
 )
-def test_memory_that_runs_out_in_a_phase_has_a_remedy(phase: str, says: str) -> None:
+def test_running_out_of_memory_gives_advice_for_the_phase(phase: str, says: str) -> None:
     allocator = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
     config = PPOConfig(rollout_batch_size=16)
     with (
@@ -131,12 +131,12 @@ def test_memory_that_runs_out_in_a_phase_has_a_remedy(phase: str, says: str) -> 
         raise RuntimeError(allocator)
 
 
-def test_what_servers_hold_is_no_remedy_for_the_process() -> None:
+def test_rollout_servers_do_not_count_for_the_advice() -> None:
     assert "--generate_batch_size" in remedy("generate", PPOConfig())
     drawn = PPOConfig(rollout="server", rollout_urls=["http://localhost:8000"])
     assert "--generate_batch_size" not in remedy("generate", drawn)
 
 
-def test_one_of_several_processes_does_not_begin_again_alone() -> None:
+def test_one_of_several_processes_does_not_retry() -> None:
     with pytest.raises(RuntimeError, match="out of memory in one of several processes: CUDA"):
         _tried(MicrobatchLimits(print, processes=2), Limits(8), 8, room=4)

@@ -42,7 +42,7 @@ CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL, "penalty": PenaltyKL}
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-def test_a_state_comes_back_whole_through_json(controller: str) -> None:
+def test_the_state_round_trips_through_json(controller: str) -> None:
     config = PPOConfig(kl_controller=controller, kl_coef=0.3)
     used = _used(config)
     assert type(used.kl_control) is CONTROLLERS[controller]
@@ -57,7 +57,7 @@ def test_a_state_comes_back_whole_through_json(controller: str) -> None:
     assert restored.watch.state_dict() == used.watch.state_dict()
 
 
-def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
+def test_every_field_of_the_state_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
     parts |= {"successes", "value_regression"}
@@ -68,9 +68,7 @@ def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
 @pytest.mark.parametrize(
     ("controller", "restored"), [("fixed", 0.3), ("adaptive", 0.7), ("penalty", 0.7)]
 )
-def test_a_fixed_coefficient_is_that_of_the_options_and_a_moving_one_the_saved(
-    controller: str, restored: float
-) -> None:
+def test_a_fixed_coefficient_comes_from_the_options(controller: str, restored: float) -> None:
     config = PPOConfig(kl_controller=controller, kl_coef=0.3)
     state = RunState.of(config)
     assert state.kl_control.coef == 0.3
@@ -79,7 +77,7 @@ def test_a_fixed_coefficient_is_that_of_the_options_and_a_moving_one_the_saved(
     assert state.policy_kl_control.coef == 0.9
 
 
-def test_an_iteration_begins_with_the_coefficient_of_its_schedule() -> None:
+def test_an_iteration_starts_with_its_scheduled_coefficient() -> None:
     config = PPOConfig(iterations=3, kl_coef=0.2, schedules=["kl_coef=linear:0.1"])
     state = RunState.of(config)
     state.begin_iteration(config.at(1))
@@ -90,7 +88,7 @@ def test_an_iteration_begins_with_the_coefficient_of_its_schedule() -> None:
     assert moving.kl_control.coef == 0.7, "a controller moves it by itself"
 
 
-def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> None:
+def test_a_coefficient_is_constant_without_kl_or_during_warm_up() -> None:
     options = PPOConfig(kl_controller="penalty", kl_coef=0.1, value_warmup_iterations=1)
     state = RunState.of(options)
     state.move_kl_coef(60.0, 16, options)
@@ -101,7 +99,7 @@ def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> Non
     assert state.kl_control.coef == 0.2
 
 
-def test_thresholds_that_the_user_chose_are_missed_and_the_default_ones_are_not() -> None:
+def test_only_user_thresholds_warn_about_absent_metrics() -> None:
     assert RunState.of(PPOConfig()).watch.expected == []
     watch = RunState.of(PPOConfig(warn_if=["kl > 50", "klx > 3"], stop_if=["y < 1"])).watch
     assert [str(threshold) for threshold in watch.expected] == ["klx > 3", "y < 1"]
@@ -161,7 +159,7 @@ def _whole_and_resumed(
     ],
     ids="-".join,
 )
-def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_ends_in_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     """A refreshed reference, a value function of its own, a running scale, a moving β, the fp32
     masters of bf16 weights, the place in a pretraining text, the generator that an environment
     draws from."""
@@ -172,7 +170,7 @@ def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_pat
     assert uninterrupted.state.state_dict() == resumed.state.state_dict()
 
 
-def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_rewritten(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     files = [*trainer.save_checkpoint().iterdir()]
     before = [path.stat().st_mtime_ns for path in files]
@@ -196,7 +194,7 @@ def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- steps that are not taken
 
 
-def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path: Path) -> None:
+def test_nonfinite_gradients_skip_steps_and_finally_stop_the_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     experience = first_experience(trainer)
     before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
@@ -207,7 +205,7 @@ def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path
         trainer.update(experience, one_step(trainer, ppo_epochs=9))
 
 
-def test_the_sentence_names_what_was_not_finite() -> None:
+def test_the_message_names_the_nonfinite_numbers() -> None:
     state = RunState.of(PPOConfig())
     state.optimizer_step = 17
     numbers = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}

@@ -42,9 +42,7 @@ from runs import (
 
 
 @pytest.mark.parametrize("architecture", tiny.TRAINED)
-def test_a_run_ends_with_a_policy_that_plain_transformers_generates_from(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_transformers_loads_the_trained_policy(architecture: str, tmp_path: Path) -> None:
     start = tiny.saved_model(tmp_path / "sft", architecture)
     config = PPOConfig(**tiny.options(tmp_path), model=start)
     # AutoTokenizer gives a Qwen2 model Qwen2's own tokenizer whatever is saved beside it, so the
@@ -69,7 +67,7 @@ def test_a_run_ends_with_a_policy_that_plain_transformers_generates_from(
     assert output.shape[1] > 2
 
 
-def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
+def test_the_run_directory_has_its_records(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, monitor_rewards=[tiny.count_w7], max_new_tokens=24)
     trainer.train()
     run = tmp_path / "run"
@@ -94,7 +92,7 @@ def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
         make_trainer(tmp_path, iterations=1).train()
 
 
-def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
+def test_a_failed_run_leaves_its_record(tmp_path: Path) -> None:
     def reward(prompts, completions):
         with torch.no_grad():
             trainer.model.value_function.head.bias.fill_(torch.nan)
@@ -108,7 +106,7 @@ def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
     assert record["warnings"][0].startswith(f"stopped: {MOST_SKIPPED} optimizer steps")
 
 
-def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) -> None:
+def test_lora_trains_only_adapters_without_a_second_model(tmp_path: Path) -> None:
     start = tiny.saved_model(tmp_path / "sft")
     config = PPOConfig(**tiny.options(tmp_path, lora_rank=4), model=start)
     trainer = PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
@@ -125,7 +123,7 @@ def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) ->
     assert all("proj" in name for name in changed)
 
 
-def test_several_samples_of_a_prompt_are_rows_of_the_batch(tmp_path: Path) -> None:
+def test_samples_per_prompt_are_adjacent_rows(tmp_path: Path) -> None:
     """`rollout_batch_size` counts responses; the place in the data counts prompts."""
     trainer = make_trainer(tmp_path, samples_per_prompt=4, iterations=1)
     batches: list[list[list[int]]] = []
@@ -138,7 +136,7 @@ def test_several_samples_of_a_prompt_are_rows_of_the_batch(tmp_path: Path) -> No
     assert trainer.state.prompts_seen == 4
 
 
-def test_the_engine_frees_its_memory_before_an_update_and_has_the_new_weights_after(
+def test_the_engine_is_released_before_an_update_and_gets_the_new_weights(
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(tmp_path, iterations=2)
@@ -216,7 +214,7 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
 @pytest.mark.parametrize("options", [{"microbatch_tokens": 40}, {"microbatch_size": 3}])
 @pytest.mark.parametrize("packing", ["off", "on"])
 @pytest.mark.parametrize("estimator", ["k1", "full"])
-def test_experience_made_in_parts_is_that_of_the_whole(
+def test_microbatches_do_not_change_the_experience(
     options, packing: str, estimator: str, tmp_path: Path
 ) -> None:
     """Logprobs, values and the reference's come back in the order of the batch."""
@@ -240,9 +238,7 @@ def test_experience_made_in_parts_is_that_of_the_whole(
         *((name, "on") for name in ("llama", "mistral-window")),
     ],
 )
-def test_a_microbatch_reads_nothing_off_the_device(
-    architecture: str, packing: str, tmp_path: Path
-) -> None:
+def test_a_microbatch_does_not_synchronize(architecture: str, packing: str, tmp_path: Path) -> None:
     """No `.item()`, `nonzero`, boolean index or `.tolist()` of what would be on a GPU: ten
     microbatches wait no more often than one."""
     experience = first_experience(make_trainer(tmp_path))
@@ -260,7 +256,7 @@ def test_a_microbatch_reads_nothing_off_the_device(
     assert counts[0] > 0, "the sums of a step are read once"
 
 
-def test_an_optimiser_step_waits_for_the_device_once(tmp_path: Path) -> None:
+def test_an_optimizer_step_synchronizes_once(tmp_path: Path) -> None:
     experience = first_experience(make_trainer(tmp_path))
     trainer = make_trainer(tmp_path)
     counts = []
@@ -274,7 +270,7 @@ def test_an_optimiser_step_waits_for_the_device_once(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("packing", ["off", "on"])
-def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_path: Path) -> None:
+def test_torch_detects_no_synchronization_in_a_microbatch(packing: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, device="cuda", packing=packing, microbatch_size=4)
     experience = first_experience(trainer)
     options = one_step(trainer)
@@ -286,7 +282,7 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
             loss.backward()
 
 
-def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: Path) -> None:
+def test_only_response_positions_reach_the_heads(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     experience = first_experience(trainer)
     rows = []
@@ -298,7 +294,7 @@ def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: P
     assert sum(rows) < experience.batch.layout().input_ids.numel()
 
 
-def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
+def test_token_sum_is_token_mean_times_the_tokens(tmp_path: Path) -> None:
     """Sums over tokens are the mean's times the number of tokens."""
     mean = update_gradients(tmp_path, aggregation="token-mean", vf_coef=0.0)
     total = update_gradients(tmp_path, aggregation="token-sum", vf_coef=0.0)
@@ -331,7 +327,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- early stop
 
 
-def test_early_stop_after_an_epoch_ends_the_update_there(tmp_path: Path) -> None:
+def test_early_stop_kl_ends_the_update(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, early_stop_kl=1e-4, learning_rate=3e-2, iterations=1, ppo_epochs=4
     )
@@ -365,7 +361,7 @@ def test_after_a_refresh_the_kl_is_zero(lora_rank: int, tmp_path: Path) -> None:
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_warm_up_trains_the_values_and_leaves_the_policy(
+def test_warm_up_trains_only_the_value_function(
     value_function: dict[str, Any], tmp_path: Path
 ) -> None:
     options = value_function | {"value_warmup_iterations": 2, "weight_decay": 0.1}
@@ -381,7 +377,7 @@ def test_warm_up_trains_the_values_and_leaves_the_policy(
     assert any(name.startswith("causal_lm.") for name in after)
 
 
-def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
+def test_a_critic_can_start_from_an_earlier_one(tmp_path: Path) -> None:
     earlier = make_trainer(tmp_path, value_model="critic")
     assert earlier.train()["value_grad_norm"] > 0
     saved = str(tmp_path / "run" / "value_function.safetensors")
@@ -394,7 +390,7 @@ def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
         make_trainer(tmp_path / "wrong", **options)
 
 
-def test_a_critics_attention_may_stay_as_it_is(tmp_path: Path) -> None:
+def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, value_model="critic", critic_frozen="attention")
     before = {n: p.clone() for n, p in trainer.model.value_function.trunk.named_parameters()}
     trainer.train()
@@ -404,7 +400,7 @@ def test_a_critics_attention_may_stay_as_it_is(tmp_path: Path) -> None:
     assert not any(".self_attn." in name for name in moved)
 
 
-def test_further_passes_train_the_critic_alone(tmp_path: Path) -> None:
+def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:
     """And within an update they come before those with the policy: its first value loss is less."""
     losses = []
     for epochs in (1, 5):
@@ -429,7 +425,7 @@ def test_further_passes_train_the_critic_alone(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- the rewards
 
 
-def test_scores_are_normalised_and_clipped_before_they_become_returns(tmp_path: Path) -> None:
+def test_scores_are_normalized_and_clipped(tmp_path: Path) -> None:
     """Without a KL and with λ = 1 the return is what was paid."""
     options = {"kl_coef": 0.0, "lam": 1.0, "score_normalization": "running", "score_clip": 1.2}
     trainer = make_trainer(tmp_path, **options)
@@ -441,7 +437,7 @@ def test_scores_are_normalised_and_clipped_before_they_become_returns(tmp_path: 
         torch.testing.assert_close(experience.returns, scaled)
 
 
-def test_a_reward_whose_column_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_missing_reward_column_is_refused(tmp_path: Path) -> None:
     def of_answers(prompts, completions, answer, weight=1.0, **columns):
         return [0.0 for _ in answer]
 
@@ -454,7 +450,7 @@ def test_a_reward_whose_column_is_not_there_is_refused_before_the_run(tmp_path: 
 # ----------------------------------------------------------------------------------------- watching
 
 
-def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: Path) -> None:
+def test_a_crossed_threshold_warns_on_the_console_and_in_the_records(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     trainer = make_trainer(
         tmp_path, warn_if=["entropy > 1", "kl > 1e6", "klx > 3"], console=console, iterations=3
@@ -472,7 +468,7 @@ def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: 
     assert "rollout=decoder does not decode it" in lines[0]["warnings"]
 
 
-def test_a_run_says_what_it_is_before_its_first_iteration(tmp_path: Path) -> None:
+def test_a_run_prints_a_summary_before_the_first_iteration(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     trainer = make_trainer(tmp_path, console=console, iterations=2, monitor_rewards=[tiny.count_w7])
     trainer.train()
@@ -490,7 +486,7 @@ def test_a_run_says_what_it_is_before_its_first_iteration(tmp_path: Path) -> Non
         assert line in lines
 
 
-def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_stop_if_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, stop_if=["entropy > 1"], iterations=5)
     with pytest.raises(RunStoppedError, match=r"after 1 iteration: entropy = 3\.\d+ > 1"):
         trainer.train()
@@ -509,7 +505,7 @@ def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> Non
 GIVEN = [[4, 5], [6]], [[7, 8, 1], [9, 1]], [1.0, 0.0]
 
 
-def test_step_learns_from_responses_of_ones_own(tmp_path: Path) -> None:
+def test_step_trains_on_given_responses(tmp_path: Path) -> None:
     """Responses with a score above the rest become likelier; texts and ids both work."""
     trainer = make_trainer(tmp_path, prompts=None, rewards=[], learning_rate=3e-3, kl_coef=0.0)
     prompts = ["w1 w2", "w3", "w4 w5 w6", "w8"] * 2
@@ -539,7 +535,7 @@ def _stepped(tmp_path: Path, name: str, *given: Any, **more: Any) -> tuple[Any, 
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), metrics
 
 
-def test_a_gap_before_the_policys_tokens_is_the_prompts(tmp_path: Path) -> None:
+def test_a_gap_before_the_response_belongs_to_the_prompt(tmp_path: Path) -> None:
     """The bits of a step on longer prompts."""
     prompts, responses, scores = GIVEN
     gaps = [[20, 21], [22]]
@@ -552,7 +548,7 @@ def test_a_gap_before_the_policys_tokens_is_the_prompts(tmp_path: Path) -> None:
     assert metrics == of_longer
 
 
-def test_a_gap_after_the_policys_tokens_changes_nothing(tmp_path: Path) -> None:
+def test_a_gap_after_the_response_changes_nothing(tmp_path: Path) -> None:
     """It is fp32's rounding in rows of another width."""
     prompts, responses, scores = GIVEN
     filled = [[7, 8, 1, 20, 21], [9, 1, 22]]
@@ -566,7 +562,7 @@ def test_a_gap_after_the_policys_tokens_changes_nothing(tmp_path: Path) -> None:
         assert metrics[name] == pytest.approx(of_shorter[name], abs=2e-6), name
 
 
-def test_turns_have_the_gradient_of_their_turns_one_by_one(tmp_path: Path) -> None:
+def test_a_multi_turn_response_has_the_gradient_of_its_turns(tmp_path: Path) -> None:
     """A response of two turns is, once its advantages are made, two responses: the second to all
     that stands before it."""
     options = {"kl_loss_coef": 0.2, "entropy_coef": 0.01, "learning_rate": 1e-30}
@@ -594,7 +590,7 @@ def test_turns_have_the_gradient_of_their_turns_one_by_one(tmp_path: Path) -> No
     assert again.returns.shape == (5,)
 
 
-def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) -> None:
+def test_given_old_logprobs_and_values_are_used(tmp_path: Path) -> None:
     """They take the place of the pass that would make them, each by itself or both: with those of
     the policy itself the step is the same."""
     trainer = make_trainer(tmp_path, prompts=None, rewards=[])
@@ -615,7 +611,7 @@ def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) 
 # ---------------------------------------------------------------------------- looking at the policy
 
 
-def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
+def test_evaluate_uses_the_current_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, monitor_rewards=[tiny.count_w7])
     prompts = trainer.prompts.select(range(5))
     perturb(trainer)

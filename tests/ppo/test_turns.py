@@ -30,7 +30,7 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["gae", "turn_gae"])
-def test_a_run_learns_to_call_and_to_answer(advantage: str, tmp_path: Path) -> None:
+def test_a_run_learns_a_two_turn_task(advantage: str, tmp_path: Path) -> None:
     """With a critic. A policy at random earns a half of 1/20 in each turn."""
     learning = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 25}
     trainer = _trainer(tmp_path, advantage=advantage, rollout_batch_size=64, **learning)
@@ -46,7 +46,7 @@ def test_a_run_learns_to_call_and_to_answer(advantage: str, tmp_path: Path) -> N
     assert lines[-1]["eos_rate"] == shares[0] > 0.5
 
 
-def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -> None:
+def test_old_logprobs_and_values_of_turns_equal_a_full_pass(tmp_path: Path) -> None:
     """Those that the decoder gave turn by turn are those of one pass over the whole."""
     trainer = _trainer(tmp_path)
     prompts, rollout = trainer.episode_runner.run(
@@ -63,7 +63,7 @@ def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=1e-4)
 
 
-def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> None:
+def test_token_rewards_skip_environment_tokens(tmp_path: Path) -> None:
     def one_each(prompts: Any, completions: Any, completion_ids: Any) -> list[list[float]]:
         return [[1.0] * len(ids) for ids in completion_ids]
 
@@ -79,7 +79,7 @@ def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> N
     assert scores.total.tolist() == pytest.approx(wanted)
 
 
-def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path: Path) -> None:
+def test_a_truncated_episode_bootstraps_after_the_observation(tmp_path: Path) -> None:
     """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
     more = {"bootstrap_truncated": True, "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
     trainer = _trainer(tmp_path, **more, whiten_advantages="none")
@@ -118,12 +118,12 @@ class _Server(Calculator):
         self.open.remove(id(self))
 
 
-def test_a_run_says_how_many_turns_a_response_has(tmp_path: Path) -> None:
+def test_a_run_prints_its_maximum_of_turns(tmp_path: Path) -> None:
     assert "16 responses of at most 2 turns of 4 tokens each" in "".join(banner(_trainer(tmp_path)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_closes_its_environments_however_it_ends(fails: bool, tmp_path: Path) -> None:
+def test_a_run_always_closes_its_environments(fails: bool, tmp_path: Path) -> None:
     """One that fails stops it, with its episode saved."""
     kind = type("_Mine", (_Server,), {"open": [], "fails": fails})
     addresses: list[int] = []

@@ -82,7 +82,7 @@ def random_states(count: int = 40, width: int = 6) -> Tensor:
     ],
     ids=["padded", "packed", "lora", "bf16", "detached", "critic", "bootstrap", "turns"],
 )
-def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
+def test_the_head_is_ridge_regression_over_all_batches(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of the returns to go, on the states that the loss has read, older batches by ρ less."""
@@ -111,7 +111,7 @@ def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
     torch.testing.assert_close(actual, wanted, rtol=rounding, atol=rounding * wanted.abs().max())
 
 
-def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
+def test_complete_returns_are_rewards_to_go(tmp_path: Path) -> None:
     """The KL's share of each token and the score of the last, whatever the values are."""
     trainer = make_trainer(tmp_path, kl_coef=0.1, lam=0.9, gamma=0.8)
     nn.init.normal_(trainer.model.value_function.head.weight)
@@ -136,9 +136,7 @@ def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", [{}, {"early_stop_kl": 1e-4, "learning_rate": 3e-2}])
-def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(
-    stop: dict[str, Any], tmp_path: Path
-) -> None:
+def test_only_the_last_epoch_counts(stop: dict[str, Any], tmp_path: Path) -> None:
     """Whichever is the last."""
     trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3, **stop)
     batch = first_experience(trainer)
@@ -149,7 +147,7 @@ def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(
     assert moments[-1, -2].item() == pytest.approx(batch.complete_returns.sum().item())
 
 
-def test_a_ridge_is_chosen_by_the_batches_that_follow() -> None:
+def test_the_ridge_is_chosen_by_prediction() -> None:
     """Much of it where the states say nothing of the returns, little where they say all."""
     states = random_states(80, 60)
     noise = torch.randn(2, 80, generator=torch.Generator().manual_seed(1))
@@ -164,9 +162,7 @@ def test_a_ridge_is_chosen_by_the_batches_that_follow() -> None:
     assert chosen == {"noise": RIDGES[-1], "exact": RIDGES[0]}
 
 
-def test_a_first_batch_of_few_tokens_begins_with_a_head_that_foresees_no_worse_than_the_mean() -> (
-    None
-):
+def test_a_small_first_batch_predicts_no_worse_than_the_mean() -> None:
     """Where returns are noise. With tokens enough it begins with less of a ridge."""
     states = random_states(120, 60)
     returns = torch.randn(120, generator=torch.Generator().manual_seed(1))
@@ -185,7 +181,7 @@ def test_a_first_batch_of_few_tokens_begins_with_a_head_that_foresees_no_worse_t
 # ------------------------------------------------------------------------- where little is known
 
 
-def test_an_offset_of_the_returns_goes_into_the_bias_alone() -> None:
+def test_an_offset_of_the_returns_only_changes_the_bias() -> None:
     states = random_states()
     returns = states @ torch.ones(6)
     head, _ = fitted(states, returns)
@@ -205,16 +201,14 @@ def test_an_offset_of_the_returns_goes_into_the_bias_alone() -> None:
     ],
     ids=["equal rewards", "states of zeros", "equal states", "one token", "fewer than widths"],
 )
-def test_where_nothing_tells_states_apart_the_value_is_the_mean_and_stays(
-    states: Tensor, returns: Tensor
-) -> None:
+def test_with_equal_states_the_value_is_the_mean(states: Tensor, returns: Tensor) -> None:
     for times in (1, 50):
         head, _ = fitted(states, returns, times=times)
         values = head(states).squeeze(1)
         torch.testing.assert_close(values, returns.mean().expand_as(values), rtol=1e-5, atol=1e-5)
 
 
-def test_fewer_tokens_than_the_states_are_wide_are_fitted_without_blowing_up() -> None:
+def test_fewer_tokens_than_dimensions_do_not_blow_up() -> None:
     """As by the definition, though the covariance is singular."""
     states = random_states(5, 64)
     returns = torch.tensor([1.0, -1.0, 2.0, 0.0, 3.0])
@@ -225,7 +219,7 @@ def test_fewer_tokens_than_the_states_are_wide_are_fitted_without_blowing_up() -
     torch.testing.assert_close(head.weight[0].double(), wanted[:-1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_covariance_that_rounding_made_indefinite_is_solved_with_ten_times_the_ridge() -> None:
+def test_an_indefinite_covariance_gets_a_larger_ridge() -> None:
     """As often as that takes: from 1e-4 to 1e-2, which outweighs the variance of -5e-3."""
     covariance = torch.tensor([[2.005, 0.0], [0.0, -0.005]], dtype=torch.float64)
     products = torch.tensor([3.0, 0.1], dtype=torch.float64)
@@ -239,7 +233,7 @@ def test_a_covariance_that_rounding_made_indefinite_is_solved_with_ten_times_the
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
+def test_a_nonfinite_batch_is_ignored(bad: float) -> None:
     states = random_states()
     head, regression = fitted(states, states.sum(1))
     before = head.weight.clone(), regression.tensors()["moments"].clone()
@@ -253,7 +247,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
 # --------------------------------------------------------------------------------- in the trainer
 
 
-def test_step_fits_the_head_to_the_scores_that_are_given(tmp_path: Path) -> None:
+def test_step_fits_the_head_to_given_scores(tmp_path: Path) -> None:
     """On the tokens that the policy wrote; values that are given are no returns."""
     trainer = make_trainer(tmp_path, prompts=None, rewards=[], kl_coef=0.0)
     trainer.step(
@@ -270,7 +264,7 @@ def test_step_fits_the_head_to_the_scores_that_are_given(tmp_path: Path) -> None
     assert trainer.model.value_function.head.weight.abs().max() > 0
 
 
-def test_the_values_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
+def test_the_value_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     head = trainer.model.value_function.head
     stepped = {id(weight) for weight in trainer.optimizer.weights}
