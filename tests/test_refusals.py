@@ -88,13 +88,7 @@ def test_a_directory_of_datasets_that_is_damaged_is_refused_by_name(folder: Fold
 MODELS = {
     "tokenizer.json": [b"{", b'{"model": 7}'],
     "tokenizer_config.json": [b"[]"],
-    "generation_config.json": [
-        b"",
-        b"[]",
-        b'{"eos_token_id": [[1]]}',
-        b'{"eos_token_id": "x"}',
-        b'{"eos_token_id": true}',
-    ],
+    "generation_config.json": [b"", b"[]"],
     "config.json": [b"", b"{}", b"\xff", b'{"model_type": "nowhere"}'],
     "model.safetensors": [b"", b"\0" * 64],
 }

@@ -1,4 +1,4 @@
-"""Loading: what is absent, incomplete or of another kind is refused, under its option's name."""
+"""Loading: missing, incomplete and unsuitable models are refused with the option's name."""
 
 from __future__ import annotations
 
@@ -26,18 +26,13 @@ def _absent(path: Path) -> str:
     return str(path / "absent")
 
 
-def _a_file(path: Path) -> str:
-    (path / "file").write_text("")
-    return str(path / "file")
-
-
 def _encoder_decoder(path: Path) -> str:
     T5Config(d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=10).save_pretrained(path)
     return str(path)
 
 
 def _token_classifier(path: Path) -> str:
-    """With a tied trunk, of which no weight would be missing."""
+    """Its embeddings are tied, so a causal LM would lack no weight."""
     Qwen2ForTokenClassification(tiny.CONFIGS["qwen2"]()).save_pretrained(path)
     return str(path)
 
@@ -59,25 +54,24 @@ def _run(path: Path) -> str:
         (_run, "is the directory of a run; its policy is .*policy"),
         (str, r"no config\.json"),
         (_absent, "there is no such directory"),
-        (_a_file, "is a file; expected a directory"),
         (tiny.saved_reward_model, "is a LlamaForSequenceClassification; expected a causal LM"),
         (_token_classifier, "is a Qwen2ForTokenClassification; expected a causal LM"),
         (_encoder_decoder, "encoder–decoder"),
         (_adapter, "holds a PEFT adapter; merge it first"),
     ],
 )
-def test_what_is_no_causal_lm_is_refused(save, says: str, tmp_path: Path) -> None:
+def test_other_models_than_causal_lms_are_refused(save, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         load_causal_lm(save(tmp_path))
 
 
-def test_weights_that_would_be_random_are_refused(tmp_path) -> None:
+def test_missing_weights_are_refused(tmp_path) -> None:
     model = tiny.without_weight(tiny.saved_model(tmp_path / "sft"), "lm_head.weight")
     with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: lm_head\.weight"):
         load_causal_lm(model)
 
 
-def test_weights_that_may_be_lacking_are_named(tmp_path) -> None:
+def test_allowed_missing_weights_are_returned(tmp_path) -> None:
     name = tiny.saved_model(tmp_path)
     kind = AutoModelForSequenceClassification
     model, lacking = load_whole(
@@ -88,7 +82,7 @@ def test_weights_that_may_be_lacking_are_named(tmp_path) -> None:
         load_whole(kind, name, "reward", num_labels=1)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
+def test_damaged_files_are_named(tmp_path) -> None:
     model = Path(tiny.saved_model(tmp_path / "sft"))
     whole = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[:1000])
@@ -103,21 +97,21 @@ def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
         load_causal_lm(str(model))
     (model / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"model {model}: .*is not valid JSON"):
+    with pytest.raises(ValueError, match=f"model {model}: .*valid JSON"):
         load_causal_lm(str(model))
 
 
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     tiny.model().save_pretrained(tmp_path)
-    says = f"model {tmp_path}: no tokenizer is there; save it beside the model by tokenizer.save"
+    says = f"model {tmp_path} has no tokenizer; save it with the model by tokenizer.save"
     with pytest.raises(ValueError, match=says):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=f"model {tmp_path}: no tokenizer that loads there"):
+    with pytest.raises(ValueError, match=f"model {tmp_path}: the tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
 
-def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(monkeypatch) -> None:
+def test_attention_implementation(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert attention_implementation("auto", torch.bfloat16) == "flash_attention_2"
@@ -132,7 +126,7 @@ def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(m
 # ------------------------------------------------------------------------------------------- tokens
 
 
-def test_any_token_pads_the_first_that_is_known() -> None:
+def test_pad_token_id() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer(pad_is_eos=True)
     assert pad_token_id(tokenizer, model) == 1
     tokenizer.pad_token = None
@@ -145,7 +139,7 @@ def test_any_token_pads_the_first_that_is_known() -> None:
     assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == 7
 
 
-def test_a_response_ends_at_the_chosen_tokens_or_at_every_eos_that_is_known() -> None:
+def test_stop_token_ids() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer()
     assert stop_token_ids([7, 8], tokenizer, model) == (7, 8)
     assert stop_token_ids([], tokenizer, model) == ()
