@@ -1,4 +1,4 @@
-"""What every test runs under: seeded draws, unwritten memory that shows, Triton anywhere."""
+"""Setup of all tests: seeds, NaN in uninitialized memory, Triton without a GPU."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import hypothesis
 import pytest
 import torch
 
-if TYPE_CHECKING:  # it imports transformers, for which the variable below must stand
+if TYPE_CHECKING:  # this imports transformers, which must follow the variable below
     from command_line import Folder, Run
 
-# No test depends on the clock, and each draws the same examples in every run.
+# No deadlines, and the same examples in every run.
 hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fastppo")
 
-# The tensors here are small: on a busy machine a second thread costs far more than it gives.
+# The tensors are small: a second thread slows them down.
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    # Triton reads this when a kernel is decorated, so it must stand before the first import of
-    # triton. Without a GPU the kernels run in Triton's interpreter: slow, and the same arithmetic.
+    # Triton reads this when a kernel is decorated, so it must be set before importing triton. Its
+    # interpreter is slow but computes the same.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`allocate`, with NaN (or the largest integer) in memory that would hold anything."""
+    """Wrap `allocate` to fill memory with NaN, or the largest integer."""
 
     def allocate_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = allocate(*args, **kwargs)
@@ -44,13 +44,12 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @pytest.fixture(scope="session", autouse=True)
 def _unwritten_memory_is_nan() -> Iterator[None]:
-    """An output that a kernel forgets to write is NaN, not yesterday's right answer.
+    """An output not written by a kernel is NaN, instead of an earlier correct result.
 
-    torch can do this by itself, but only with deterministic algorithms switched on, and then a test
-    of determinism would test torch's replacements in place of what users run.
+    torch has this only together with deterministic algorithms, which users do not run.
     """
     with torch.device("meta"):
-        torch.empty(0)  # torch remembers which functions a device context is for: its own
+        torch.empty(0)  # makes torch cache its functions before they are replaced
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, _poisoned(getattr(torch, name)))
@@ -75,7 +74,7 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    """What a run of `fastppo train` needs, in a folder."""
+    """A folder with the inputs of `fastppo train`."""
     from command_line import Folder
 
     return Folder(tmp_path)
@@ -83,7 +82,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `fastppo train` there: its exit code, and what it said."""
+    """A function that runs `fastppo train` and returns its exit code and output."""
     from fastppo import cli
 
     def run(**options: object) -> tuple[int, str]:
@@ -98,13 +97,12 @@ def run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Each test draws the same numbers whether it runs alone, in a suite, or in another order."""
+    """Each test has the same random numbers in any order."""
     torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `gpu` is skipped where there is none, and what is `slow` unless it is asked
-    for."""
+    """Skip `gpu` tests without a GPU, and `slow` tests unless requested."""
     if "slow" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("slow"):

@@ -1,4 +1,4 @@
-"""What the ranks of a shared run do in tests, and what is compared of it."""
+"""Functions that ranks run in tests, and the comparison of their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPARED = ("loss", "grad_norm", "kl", "reward", "approx_kl", "value_loss", "ent
 
 
 def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
-    """The whole trained weights, as the optimiser has them, and the head in closed form."""
+    """Return the unsharded weights of the optimizer, and the closed-form value head."""
     reshard(trainer.model)
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
@@ -57,10 +57,11 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """Two things that transformers forms in fp32 in a model in fp64 too are in fp64, in which the
-    sums over a split batch are the same: the softmax of its eager attention, which Gemma 2 takes
-    for its soft-cap and whose sum depends on how far a row is padded, and the weights of Gemma 2's
-    norms, whose gradient is a sum over tokens."""
+    """Compute in fp64 what transformers computes in fp32 even for fp64 models.
+
+    This is the softmax of eager attention, used by Gemma 2 for its soft-cap, and the norms of
+    Gemma 2. In fp32 their sums depend on the split of a batch.
+    """
     softmax = nn.functional.softmax
     norm = Gemma2RMSNorm.forward
 
@@ -79,7 +80,7 @@ def wide() -> Iterator[None]:
 
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's weights at its end, and its metrics."""
+    """Run training and return the final weights and metrics."""
     import fastppo.ppo.trainer as module
 
     module.write_report = lambda run_dir: None  # plots take longer than the runs
@@ -93,7 +94,7 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_directories(folder: Path) -> dict[str, str]:
-    """Options that name a model and another as its reference."""
+    """Save a model and another reference model; return their options."""
     reference = folder / "reference"
     tiny.model(seed=1).save_pretrained(reference)
     tiny.tokenizer().save_pretrained(reference)
@@ -101,7 +102,7 @@ def save_directories(folder: Path) -> dict[str, str]:
 
 
 def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
-    """On a model that is passed in, or on the one that the options name."""
+    """Make a trainer of the model named in the options, or of a default model."""
     if "model" not in options:
         return make_trainer(folder, **options)
     config = PPOConfig(**tiny.options(folder, **options))
@@ -109,8 +110,7 @@ def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
 
 
 def step_on_given_responses(folder: str) -> dict[str, Tensor]:
-    """The weights after a step on responses that are given, and the random state before it; no seed
-    but the config's."""
+    """Return the weights after a step on given responses, and the random state before it."""
     path = Path(folder)
     options = {"model": tiny.saved_model(path / "model"), "learning_rate": 1e-2}
     trainer = _trainer(path, {**options, "rollout_batch_size": 8})
@@ -122,7 +122,7 @@ def step_on_given_responses(folder: str) -> dict[str, Tensor]:
 
 
 def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The same of several runs, one after another in the same processes."""
+    """Run several variants in the same processes."""
     results = {}
     for name, variant in variants.items():
         run_folder = Path(folder) / name
@@ -132,14 +132,14 @@ def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[st
 
 
 def fails(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that is out on the second process."""
+    """A reward that fails on the second process."""
     if distributed.get_rank() == 1:
         raise ValueError("the server is out")
     return [0.0] * len(completions)
 
 
 def is_late(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that the second process waits for, longer than the first waits for that."""
+    """A reward that is slow on the second process, beyond the timeout of the first."""
     if distributed.get_rank() == 1:
         time.sleep(12)
     return [0.0] * len(completions)
@@ -154,8 +154,10 @@ def train_with_a_late_rank(folder: str) -> None:
 
 
 def collectives(folder: str) -> dict[int, dict[str, int]]:
-    """By the microbatches of a rank: gathers before forward and backward passes, and reductions of
-    gradients, in one optimiser step."""
+    """Count all-gathers (forward, backward) and gradient reductions of one optimizer step.
+
+    Keys are the number of microbatches per rank.
+    """
     counts_by_microbatches = {}
     all_gather = _collectives.foreach_all_gather
     reduce = _collectives.foreach_reduce
@@ -187,7 +189,7 @@ def collectives(folder: str) -> dict[int, dict[str, int]]:
 
 
 def train_without_room_in_a_layer(folder: str) -> None:
-    """A run whose second rank has no room in the second layer of an update's forward pass."""
+    """Run out of memory on the second rank, in the second layer of an update."""
     trainer = make_trainer(Path(folder), timeout=60.0)
 
     def full(*given: Any) -> None:
@@ -200,7 +202,7 @@ def train_without_room_in_a_layer(folder: str) -> None:
 
 
 def held_bytes(folder: str) -> int:
-    """What this rank holds of weights, gradients and moments after a step."""
+    """Return the bytes of weights, gradients and moments on this rank after a step."""
     options = {"minibatches": 1, "ppo_epochs": 1}
     trainer = make_trainer(Path(folder), **options)
     trainer.update(first_experience(trainer), trainer.config)
@@ -212,8 +214,8 @@ def held_bytes(folder: str) -> int:
 
 
 def whole_in_fp32() -> float:
-    """While a policy in half precision is sharded, the most that tensors in fp32 hold, as a share
-    of all of its weights in fp32."""
+    """Return the peak size of fp32 tensors while a bf16 policy is sharded, as a share of its
+    weights in fp32."""
     model = tiny.model().to(torch.bfloat16)
     count = model.num_parameters()
     held = []
@@ -232,15 +234,14 @@ def whole_in_fp32() -> float:
 
 
 class OddError(Exception):
-    """An error that cannot be sent as it is."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one)
 
 
 class StopsOnTheSecond(TrainerCallback):
-    """Asks for the end after the first iteration, on the second rank alone; each rank writes down
-    what it hears, in a file of its own."""
+    """Stop after the first iteration, on the second rank only; each rank logs its events."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -261,7 +262,7 @@ class StopsOnTheSecond(TrainerCallback):
 
 
 def train_until_told(folder: str) -> int:
-    """The iterations that are done of five."""
+    """Return the number of completed iterations, of five."""
     trainer = make_trainer(Path(folder), iterations=5, callbacks=[StopsOnTheSecond(Path(folder))])
     trainer.train()
     return trainer.state.iteration
@@ -274,16 +275,14 @@ STAGES: dict[str, dict[str, Any]] = {
     "reward": {"eval_share": 0.25, "batch_size": 5, "gradient_accumulation": 2},
     "reward, lora": {"lora_rank": 4, "lora_alpha": 8.0},
 }
-"""Variants of the stages before PPO. Of the 8 and 36 rows, batches of 1 leave the second of two
-processes nothing to do."""
+"""With batches of one row, the second of two processes has no rows."""
 
 
 def train_stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str, Any]:
-    """A stage's weights as they are saved, and its records, of which the last is its result.
+    """Return the saved weights of a stage and its records; the last one is its result.
 
     Args:
-        base: the saved model that a reward model starts from. transformers saves one from the
-            first process alone.
+        base: saved model to initialize a reward model from.
     """
     stage_folder = Path(folder) / name
     stage_folder.mkdir(parents=True, exist_ok=True)
@@ -305,7 +304,7 @@ def train_stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str
 
 
 def train_sft_until(folder: str, options: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
-    """SFT; interrupted before step `stop`, if that is not 0."""
+    """Run SFT, interrupted after `stop` steps unless it is 0."""
     callbacks = [stage_runs.Interrupt(stop)] if stop else []
     try:
         return train_stage(folder, "sft", callbacks=callbacks, **options)
@@ -314,15 +313,14 @@ def train_sft_until(folder: str, options: Mapping[str, Any], stop: int) -> dict[
 
 
 def train_stages(folder: str, base: str) -> dict[str, Any]:
-    """All of them, one after another in the same processes; FSDP's warning that a gradient may be
-    wrong is an error."""
+    """Run all stages in the same processes; FSDP's warning of wrong gradients is an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "FSDP2-wrapped module")
         return {name: train_stage(folder, name, base) for name in STAGES}
 
 
 def gathered() -> dict[str, Any]:
-    """What two ranks know of one another."""
+    """Return the results of all collectives of a world of two."""
     world = join(torch.device("cpu"))
     rank = world.rank
 
@@ -349,7 +347,7 @@ def gathered() -> dict[str, Any]:
 
 
 def rollouts(folder: str) -> dict[str, Any]:
-    """Rollouts of five prompts and of one, and what is drawn after them."""
+    """Return rollouts of five prompts and of one, and the next random numbers."""
     trainer = make_trainer(Path(folder))
     torch.manual_seed(3)
     drawn = [
@@ -364,8 +362,7 @@ def rollouts(folder: str) -> dict[str, Any]:
 
 
 def decode_and_train_sharded_layers() -> list[str]:
-    """The weights that have a gradient after a rollout, of a model whose layers alone a user has
-    sharded."""
+    """Return the weights with a gradient after a rollout, for a model sharded by the user."""
     join(torch.device("cpu"))
     policy = LanguageModel(tiny.model())
     for layer in policy.causal_lm.base_model.layers:
@@ -378,8 +375,7 @@ def decode_and_train_sharded_layers() -> list[str]:
 def difference(
     one: dict[str, Any], other: dict[str, Any], names: Sequence[str] = COMPARED
 ) -> dict[str, float]:
-    """The largest difference of the weights, and of each of these metrics in any record, relative
-    where a number is larger than 1."""
+    """Return the largest differences of weights and metrics; relative for values above 1."""
     assert one["weights"].keys() == other["weights"].keys()
     differences = {
         "weights": max(
@@ -387,7 +383,7 @@ def difference(
             for name, weight in one["weights"].items()
         )
     }
-    assert any(record.get("grad_norm", 0) > 0 for record in one["metrics"]), "nothing was learned"
+    assert any(record.get("grad_norm", 0) > 0 for record in one["metrics"]), "no gradient"
     for record, other_record in zip(one["metrics"], other["metrics"], strict=True):
         shared = record.keys() & set(names)
         assert shared == other_record.keys() & set(names)

@@ -1,4 +1,4 @@
-"""Runs that several processes share, as torchrun would start them, on the CPU."""
+"""Run functions in several processes on the CPU, like torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from processes import FORKSERVER
 
 TIMEOUT = 240
-"""Seconds: of processes that hang."""
+"""Seconds until a hanging process is killed."""
 
 
 def run(
@@ -23,10 +23,10 @@ def run(
     *arguments: Any,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """What `function(*arguments)` returns on the first of `count` ranks.
+    """Run `function(*arguments)` on `count` ranks and return the result of the first.
 
     Raises:
-        AssertionError: a rank raised; with what it said.
+        AssertionError: a rank raised; the message is its traceback.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ended = start(count, function, folder, *arguments, timeout=timeout)
@@ -41,7 +41,7 @@ def start(
     *arguments: Any,
     timeout: float = TIMEOUT,
 ) -> list[tuple[int | None, str]]:
-    """(exit code, what it raised) of each rank."""
+    """Run `function(*arguments)` on `count` ranks; return (exit code, traceback) of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What `import fastppo` gives: the public names, each imported when it is first used."""
+"""The public names of `fastppo`, imported on first use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from processes import python
 import fastppo
 
 
-def test_a_public_name_is_what_its_module_defines() -> None:
+def test_public_names_come_from_their_modules() -> None:
     for name in fastppo.__all__:
         home = importlib.import_module(fastppo._HOME_OF[name])
         assert getattr(fastppo, name) is getattr(home, name), name
         assert getattr(home, name).__module__.split(".")[0] in ("fastppo", "fastppo_kernels"), name
 
 
-def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
+def test_type_checkers_see_all_public_names() -> None:
     source = ast.parse(Path(fastppo.__file__).read_text(encoding="utf-8"))
     seen = {
         (node.module, alias.name)
@@ -31,7 +31,7 @@ def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
     assert {*fastppo.__all__} <= {*dir(fastppo)}
 
 
-def test_an_import_loads_nothing_until_a_name_is_used() -> None:
+def test_modules_are_loaded_on_first_use() -> None:
     uses = (
         "import fastppo",
         "fastppo.ppo_loss, fastppo.gae",

@@ -1,6 +1,6 @@
-"""The house: what an import loads, what a wheel holds, and that `kernels/` is a plain folder.
+"""Layout: modules loaded by an import, files of the wheel, `kernels/` as a plain folder.
 
-That imports only point down is a contract of import-linter, in pyproject.toml: `lint-imports`.
+The layers are checked by `lint-imports`, with the contracts in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 from processes import ROOT, loaded_after, python
 
-# ----------------------------------------------------------------------------- what an import loads
+# ------------------------------------------------------------------------------------- the imports
 
 
 def test_kernels_is_a_plain_folder() -> None:
-    """With an __init__.py there, transformers would take it for Hugging Face's package. That it
-    does not is shown by every test of a model: the folder is on their path."""
+    """With an __init__.py, transformers would mistake it for the package `kernels`."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_fastppo_imports_without_triton() -> None:
-    """A machine without Triton still has the torch backend."""
+    """Without Triton there is the torch backend."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, fastppo\n"
@@ -35,8 +34,8 @@ def test_fastppo_imports_without_triton() -> None:
     assert python("-c", code).stdout.strip() == "-0.99"
 
 
-def test_options_and_inputs_are_read_without_torch() -> None:
-    """It takes seconds to import, and a misspelt option should not wait."""
+def test_options_are_read_without_torch() -> None:
+    """Importing torch takes seconds; a misspelt option is reported before."""
     modules = (
         "ppo.options.config",
         "stages.options",
@@ -51,7 +50,7 @@ def test_options_and_inputs_are_read_without_torch() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--help", "--version", "bench --help", "plan --help"])
-def test_help_answers_without_torch(flags: str) -> None:
+def test_help_needs_no_torch(flags: str) -> None:
     loaded = loaded_after(
         f"from fastppo import cli\ntry: cli.main({flags.split()})\nexcept SystemExit: pass"
     )
@@ -64,7 +63,7 @@ def test_help_answers_without_torch(flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, built from a copy: setuptools leaves files in the source."""
+    """A wheel built from a copy of this tree, since setuptools leaves files in the source."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("fastppo", "kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         item = ROOT / name
@@ -78,7 +77,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("fastppo-*.whl"))
 
 
-def test_a_wheel_holds_every_file_of_both_packages_and_no_top_level_kernels(wheel: Path) -> None:
+def test_the_wheel_contains_both_packages_and_no_top_level_kernels(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {
         path.relative_to(base).as_posix()
@@ -92,7 +91,7 @@ def test_a_wheel_holds_every_file_of_both_packages_and_no_top_level_kernels(whee
 
 @pytest.mark.slow
 def test_an_installed_wheel_imports_from_any_folder(wheel: Path, tmp_path: Path) -> None:
-    """Beside a package `kernels` as Hugging Face publishes it."""
+    """Also beside the package `kernels` of Hugging Face."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     (site / "kernels").mkdir()

@@ -1,4 +1,4 @@
-"""Several processes train what one trains: weights, gradients and metrics, to rounding."""
+"""Several processes give the weights, gradients and metrics of one, up to rounding."""
 
 from __future__ import annotations
 
@@ -25,23 +25,15 @@ TURNS: dict[str, Any] = {
     "prompts": environments.PROMPTS,
     "advantage": "turn_gae",
 }
-CURRICULUM: dict[str, Any] = {
-    "solved_reward": 0.125,
-    "iterations": 3,
-}
 NARROW: dict[str, Any] = {"learning_rate": 1e-4}
-"""In fp32: Adam's first steps are the sign of a gradient, whatever its size, times this."""
+"""fp32: the first steps of Adam are ± this, even for a gradient near 0."""
 BF16: dict[str, Any] = {"precision": "bf16", "iterations": 1}
-"""Frozen matrices are then in bf16, and trained ones in fp32."""
 GEMMA2: dict[str, Any] = {"architecture": "gemma2", "rollout_batch_size": 16, "max_new_tokens": 8}
-"""Its soft-cap leaves all words nearly as likely: of fewer none is the one that is rewarded."""
+"""Its soft-cap makes words about equally likely, so the rewarded one needs more samples."""
 SHORT: dict[str, Any] = {"rollout_batch_size": 8, "max_new_tokens": 6, "ppo_epochs": 1}
 """Two iterations of two steps."""
 NARROW_CRITIC = NARROW | {"value_model": "critic", "value_learning_rate": 1e-4}
-SAMPLER = {"old_logprobs": "sampler"}
-"""Whose logprobs are fp32; the critic alone makes a pass before an update."""
 FITTED = {"value_model": "critic", "value_head": "closed_form", "value_epochs": 2}
-"""A head in closed form on a trunk by AdamW, which learns in a pass of its own too."""
 CRITIC = WIDE | SHORT | FITTED | {"bootstrap_truncated": True}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -55,25 +47,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "refreshed": WIDE | SHORT | REFRESHED,
     "uneven": WIDE | {"rollout_batch_size": 15, "minibatches": 5, "microbatch_size": 2},
     "turns": WIDE | TURNS,
-    "curriculum": WIDE | CURRICULUM,
+    "solved prompts": WIDE | {"solved_reward": 0.125, "iterations": 3},
     "penalty": WIDE | SHORT | {"objective": "penalty"},
     "gspo": WIDE | SHORT | {"objective": "gspo"},
-    "dis": WIDE | SHORT | {"objective": "dis", "clip_ratio": 0.01},
-    "sampler": NARROW_CRITIC | SAMPLER,
+    "sampler": NARROW_CRITIC | {"old_logprobs": "sampler"},
     "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},
     "warm-up": WIDE | SHORT | {"value_model": "detached", "value_warmup_iterations": 1},
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
     "fp32": NARROW_CRITIC,
-    "bf16": NARROW | BF16,
     "bf16, lora": NARROW | BF16 | SHORT | LORA,
 }
 
 
 def tolerance(variant: dict[str, Any]) -> float:
-    """Sums in another order: of products in bf16, of fp32, or of fp64; OPT's products are the
-    largest."""
+    """Return the rounding of reordered sums in bf16, fp32 or fp64; OPT has the largest products."""
     if variant.get("precision") == "bf16":
         return 2**-8
     if "model_dtype" not in variant:
@@ -82,11 +71,11 @@ def tolerance(variant: dict[str, Any]) -> float:
 
 
 def train(count: int, folder: Path, variant: dict[str, Any]) -> dict[str, Any]:
-    """The weights and metrics of a run of so many processes."""
+    """Return the weights and metrics of a run with `count` processes."""
     return ranks.run(count, many_ranks.train, folder, str(folder), variant)
 
 
-def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+def test_two_processes_match_one(tmp_path: Path) -> None:
     one = train(1, tmp_path / "1", CRITIC)
     two = train(2, tmp_path / "2", CRITIC)
     differences = many_ranks.difference(one, two)
@@ -94,8 +83,8 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_and_four_processes_train_what_one_trains_in_every_variant(tmp_path: Path) -> None:
-    """All variants in one start of the processes."""
+def test_two_and_four_processes_match_one_in_all_variants(tmp_path: Path) -> None:
+    """The processes are started once for all variants."""
     directories = NARROW | many_ranks.save_directories(tmp_path)
     variants = VARIANTS | {"directories": directories}
     results = {}
@@ -117,15 +106,14 @@ def test_two_and_four_processes_train_what_one_trains_in_every_variant(tmp_path:
 
 
 def stage_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Of all metrics but a time."""
+    """Compare weights and all metrics, except times."""
     names = {name for record in one["metrics"] for name in record}
     return many_ranks.difference(one, other, [*names - {"eval_runtime"}])
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_stages_that_one_trains(tmp_path: Path) -> None:
-    """To the rounding of fp32; with LoRA, with rows that do not come out even, with batches of one
-    row, of which the second process has none."""
+def test_two_processes_match_one_in_all_stages(tmp_path: Path) -> None:
+    """Up to fp32 rounding; with LoRA, uneven batches, and batches of a single row."""
     base = tiny.saved_model(tmp_path / "base")
     one, two = (
         ranks.run(n, many_ranks.train_stages, tmp_path / str(n), str(tmp_path / str(n)), base)
@@ -137,8 +125,8 @@ def test_two_processes_train_the_stages_that_one_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Two steps of two processes, one of one, the last of two."""
+def test_a_stage_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Two steps with two processes, one with one, the last with two."""
     options = {"checkpoint_interval": 1, "epochs": 2, "gradient_accumulation": 1, "batch_size": 4}
     folder = tmp_path / "never_stopped"
     never_stopped = ranks.run(1, many_ranks.train_sft_until, folder, str(folder), options, 0)
@@ -156,11 +144,11 @@ def test_a_stage_goes_on_with_another_number_of_processes(tmp_path: Path) -> Non
     assert max(differences.values()) <= 1e-5, differences
 
 
-# -------------------------------------------------------------------------------- going on, or not
+# ------------------------------------------------------------------------------- errors and signals
 
 
 @pytest.mark.slow
-def test_a_reward_that_raises_on_one_process_raises_the_same_on_all(tmp_path: Path) -> None:
+def test_an_error_of_a_reward_on_one_process_is_raised_on_all(tmp_path: Path) -> None:
     ended = ranks.start(2, many_ranks.train_with_a_failing_reward, tmp_path, str(tmp_path))
     assert [code for code, _ in ended] == [1, 1]
     last_lines = {error.strip().splitlines()[-1] for _, error in ended}
@@ -170,16 +158,15 @@ def test_a_reward_that_raises_on_one_process_raises_the_same_on_all(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+def test_a_hanging_process_is_reported(tmp_path: Path) -> None:
     (code, error), _ = ranks.start(2, many_ranks.train_with_a_late_rank, tmp_path, str(tmp_path))
     assert code == 1
     assert "rank 0 of 2: another rank did not respond within 4 s" in error
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_a_layer_ends_all_with_a_sentence_each(tmp_path: Path) -> None:
-    """At once, not at the timeout: the first waits there for the second's part of the next
-    layer."""
+def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -> None:
+    """Before the timeout, although the first process waits for the second's shard."""
     (first_code, first_error), (second_code, second_error) = ranks.start(
         2, many_ranks.train_without_room_in_a_layer, tmp_path, str(tmp_path)
     )
@@ -212,7 +199,7 @@ VLLM: dict[str, Any] = {"rollout": "vllm", "vllm_tensor_parallel_size": 2}
         (VLLM, 3, 4, "must divide the number .*: got 2 and 3"),
     ],
 )
-def test_a_number_of_processes_that_options_do_not_have_is_refused(
+def test_options_that_exclude_a_number_of_processes_are_rejected(
     options: dict[str, Any], refused: int, allowed: int, message: str
 ) -> None:
     config = PPOConfig(**options)
@@ -227,14 +214,14 @@ KILL_ONCE = """killed = __file__ + ".killed"
     if os.environ.get("RANK") == "1" and calls == 3 and not os.path.exists(killed):
         open(killed, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)"""
-"""What a reward does before it scores."""
+"""Code of a reward function."""
 
 LONG = 200
-"""Iterations: far more than there are until the signal has come round."""
+"""Iterations: far more than until the signal arrives."""
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_told_to_stop_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_stopped_torchrun_leaves_a_checkpoint(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.write_reward(STOP_TORCHRUN)
     options = {"checkpoint_interval": 0, "rollout_batch_size": 4}
@@ -252,9 +239,7 @@ def test_torchrun_that_is_told_to_stop_stops_all_with_a_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_torchrun_restarts_ends_where_one_ends_that_was_not_killed(
-    tmp_path: Path,
-) -> None:
+def test_a_restart_by_torchrun_ends_in_the_same_bits(tmp_path: Path) -> None:
     folders = {name: Folder(tmp_path / name) for name in ("unharmed", "killed")}
     folders["killed"].write_reward(KILL_ONCE)
     for name, folder in folders.items():

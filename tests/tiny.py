@@ -1,4 +1,4 @@
-"""Tiny models with random weights, of every architecture that the trainer is tested on."""
+"""Tiny models with random weights, for all tested architectures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer(*, pad_is_eos: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token per word: w0 … w39."""
+    """Return a tokenizer with one token per word, w0 … w39."""
     words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -55,7 +55,7 @@ def tokenizer(*, pad_is_eos: bool = False, chat: bool = False) -> PreTrainedToke
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, so a character may be several tokens."""
+    """Return a tokenizer with one token per UTF-8 byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<eos>": 0} | {character: i + 1 for i, character in enumerate(alphabet)}
     pieces = Tokenizer(models.BPE(vocabulary, []))
@@ -87,7 +87,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**_decoder(tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3Config(**_decoder(head_dim=8)),
     "mistral": lambda: MistralConfig(**_decoder(sliding_window=None)),
-    # Caps of this size bite on random weights too, so a path that forgets them is seen.
+    # The cap is small enough to affect random weights.
     "gemma2": lambda: Gemma2Config(**_decoder(head_dim=8, final_logit_softcapping=0.3)),
     "gpt2": lambda: GPT2Config(
         vocab_size=len(VOCABULARY),
@@ -100,7 +100,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         eos_token_id=1,
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**_common(intermediate_size=48)),
-    # Windows that sequences of these tests outgrow.
+    # The windows are shorter than the sequences of the tests.
     "gemma3": lambda: Gemma3TextConfig(
         **_decoder(
             head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
@@ -113,16 +113,16 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "phi": lambda: PhiConfig(**_decoder()),  # its lm-head has a bias
 }
 TRAINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "opt")
-"""Architectures that the trainer is run on; the rest are for the heads alone."""
+"""Architectures for tests of the trainer; the others are for tests of heads."""
 
 
 def model(architecture: str = "llama", seed: int = 0) -> Any:
-    """A causal LM with random weights, large enough for logits to differ visibly."""
+    """Return a causal LM with random weights, large enough for distinct logits."""
     return model_of(CONFIGS[architecture](), seed)
 
 
 def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
-    """The same of another shape."""
+    """Return a causal LM of the given config."""
     torch.manual_seed(seed)
     causal_lm = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
 
 
 def stir_adapters(causal_lm: Any, std: float = 0.3) -> None:
-    """Moves adapters away from their start, where B is zero."""
+    """Set the B matrices of adapters, which are initially zero, to random values."""
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():
             if "lora_B" in name:
@@ -144,14 +144,14 @@ def stir_adapters(causal_lm: Any, std: float = 0.3) -> None:
 
 
 def saved_model(directory: Path, architecture: str = "llama", **options: Any) -> str:
-    """A directory of `save_pretrained`: model and tokenizer."""
+    """Save a model and tokenizer; return the directory."""
     model(architecture).save_pretrained(directory)
     tokenizer(**options).save_pretrained(directory)
     return str(directory)
 
 
 def saved_reward_model(directory: Path, *, labels: int = 1, pad_is_eos: bool = False) -> str:
-    """A directory of `save_pretrained`: sequence classifier and tokenizer."""
+    """Save a sequence classifier and tokenizer; return the directory."""
     torch.manual_seed(0)
     config = LlamaConfig(**_decoder(num_labels=labels))
     config.pad_token_id = 1 if pad_is_eos else 0
@@ -161,14 +161,14 @@ def saved_reward_model(directory: Path, *, labels: int = 1, pad_is_eos: bool = F
 
 
 def saved_text(path: Path) -> str:
-    """Pretraining text: eight rows of w1 w2 w3 w4, over and over."""
+    """Save pretraining text: eight rows of w1 w2 w3 w4, repeated."""
     row = '{"text": "' + " ".join(["w1", "w2", "w3", "w4"] * 6) + '"}\n'
     path.write_text(row * 8)
     return str(path)
 
 
 def without_weight(directory: str, name: str) -> str:
-    """The directory of a saved model, with one of its tensors gone."""
+    """Remove a tensor of a saved model; return the directory."""
     path = Path(directory) / "model.safetensors"
     tensors = load_file(path)
     del tensors[name]
@@ -180,19 +180,19 @@ PROMPTS = [{"prompt": f"w{i} w{(i * 7 + 1) % WORDS}", "wanted": f"w{i % 5}"} for
 
 
 def random_batch(lengths: Sequence[int] = (5, 3, 1)) -> Batch:
-    """Responses of these lengths to one prompt, the same at each call."""
+    """Return responses of these lengths to one prompt, the same in each call."""
     generator = torch.Generator().manual_seed(3)
     responses = [torch.randint(3, 40, (n,), generator=generator).tolist() for n in lengths]
     return Batch.of([[4, 5, 6]] * len(lengths), responses)
 
 
 def count_w7(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that is easy to learn: the share of w7 among eight words."""
+    """A reward that is easy to learn: the number of w7, divided by 8."""
     return [completion.split().count("w7") / 8 for completion in completions]
 
 
 def options(directory: Path, **more: Any) -> dict[str, Any]:
-    """Options of a run that takes a second or two."""
+    """Return options of a run of one or two seconds."""
     return {
         "rollout_batch_size": 16,
         "max_new_tokens": 8,

@@ -3,12 +3,15 @@ draws do not depend on the other rows."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
-from policies import make_policy
+from torch import nn
 
 from fastppo.data.batch import Batch
+from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.value import critic_of_policy
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
@@ -18,6 +21,21 @@ from fastppo.rollout.generate import GenerateEngine
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
 STOP = (1, 2, 3, 4, 5, 6, 7)
 """Many stop tokens, so that rows end at different steps."""
+
+
+def make_policy(architecture: str = "llama", *, lora: bool = False, **parts: Any) -> ActorCritic:
+    """Return a policy with nonzero value head and adapters."""
+    causal_lm = tiny.model(architecture)
+    peft = None
+    if lora:
+        peft = add_adapters(causal_lm, rank=4, alpha=8)
+        torch.manual_seed(3)
+        tiny.stir_adapters(causal_lm)
+    policy = ActorCritic(causal_lm, peft, **parts)
+    torch.manual_seed(5)
+    nn.init.normal_(policy.value_function.head.weight)
+    nn.init.constant_(policy.value_function.head.bias, 0.3)
+    return policy
 
 
 def _sampling(**options: object) -> Sampling:
