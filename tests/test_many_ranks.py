@@ -193,7 +193,7 @@ VLLM: dict[str, Any] = {"rollout": "vllm", "vllm_tensor_parallel_size": 2}
             {"quantization": "nf4", "lora_rank": 4},
             2,
             1,
-            "2 processes: the matrices of quantization=nf4 cannot be sharded",
+            "2 processes: the weights of quantization=nf4 cannot be sharded",
         ),
         (VLLM, 1, 2, "must divide the number .*: got 2 and 1"),
         (VLLM, 3, 4, "must divide the number .*: got 2 and 3"),

@@ -50,18 +50,6 @@ def check_chat_template(has_template: bool, where: str) -> None:
         raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
 
 
-def check_prompt(prompt: Any, where: str) -> None:
-    """Raise DataError for a prompt that is empty, or neither a string nor messages."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise DataError(f"{where}: the prompt is empty")
-    elif not is_chat(prompt):
-        raise DataError(
-            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
-            f"got {describe(prompt)}"
-        )
-
-
 def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> list[int]:
     """Tokenize one prompt: a string, or messages followed by the generation prompt.
 
@@ -73,16 +61,22 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         DataError: the prompt is empty or of another type, has no tokens, or is rejected by the chat
             template.
     """
-    check_prompt(prompt, where)
     if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt is empty")
         ids = list(tokenizer(prompt)["input_ids"])
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         eos = tokenizer.eos_token_id
         if _trailing(ids, eos) > _trailing(plain, eos):
             ids.pop()  # some tokenizers append EOS to every text
-    else:
+    elif is_chat(prompt):
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True, **options)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    else:
+        raise DataError(
+            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
+            f"got {describe(prompt)}"
+        )
     if not ids:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         raise DataError(f"{where}: the tokenizer {name} returns no tokens for {describe(prompt)}")

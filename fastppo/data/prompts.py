@@ -12,7 +12,7 @@ from typing import Any
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
-from fastppo.data.rows import DataError, Rows, check_prompt_column, column_names
+from fastppo.data.rows import DataError, Rows, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward, which no column may be named after."""
@@ -43,31 +43,6 @@ class Prompts:
         )
 
 
-def check_columns(rows: Rows, column: str, source: str) -> list[str]:
-    """Return the columns other than the prompt column.
-
-    Raises:
-        DataError: the first row has no prompt; a column has a reserved name.
-    """
-    check_prompt_column(rows[0], column, source)
-    names = column_names(rows, column)
-    for reserved in RESERVED_COLUMNS:
-        if reserved in names:
-            raise DataError(
-                f"{source}: rename the column {reserved!r}; it is an argument of every reward"
-            )
-    return names
-
-
-def check_length(count: int, room: int, where: str) -> None:
-    """Raise DataError for a prompt that leaves no room for `max_new_tokens`."""
-    if count > room:
-        raise DataError(
-            f"{where}: the prompt has {count} tokens; with max_new_tokens the context has room "
-            f"for {room}"
-        )
-
-
 def encode_prompts(
     rows: Rows,
     tokenizer: Any,
@@ -82,18 +57,26 @@ def encode_prompts(
         max_prompt_tokens: the context less the longest response, tokens.
 
     Raises:
-        DataError: a prompt is missing, empty, of another type or too long.
+        DataError: a prompt is missing, empty, of another type or too long; a column has a reserved
+            name.
     """
-    prompts = Prompts([], [])
-    names = check_columns(rows, column, source)
-    columns: dict[str, list[Any]] = {name: [] for name in names}
+    if column not in rows[0]:
+        there = ", ".join(rows[0]) or "none"
+        raise DataError(f"{source}: no column {column!r}; there are {there}")
+    names = column_names(rows, column)
+    for reserved in RESERVED_COLUMNS:
+        if reserved in names:
+            raise DataError(
+                f"{source}: rename the column {reserved!r}; it is an argument of every reward"
+            )
+    token_ids = []
     for number, row in enumerate(rows, 1):
-        prompt = row.get(column)
-        ids = encode_prompt(prompt, tokenizer, f"{source}, row {number}")
-        check_length(len(ids), max_prompt_tokens, f"{source}, row {number}")
-        prompts.prompts.append(prompt)
-        prompts.token_ids.append(ids)
-        for name in names:
-            columns[name].append(row.get(name))
-    prompts.columns = columns
-    return prompts
+        ids = encode_prompt(row.get(column), tokenizer, f"{source}, row {number}")
+        if len(ids) > max_prompt_tokens:
+            raise DataError(
+                f"{source}, row {number}: the prompt has {len(ids)} tokens; with max_new_tokens "
+                f"the context has room for {max_prompt_tokens}"
+            )
+        token_ids.append(ids)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return Prompts([row[column] for row in rows], token_ids, columns)

@@ -71,12 +71,6 @@ def column_names(rows: Iterable[dict[str, Any]], column: str) -> list[str]:
     return [name for name in names if name != column]
 
 
-def check_prompt_column(row: dict[str, Any], column: str, source: str) -> None:
-    """Raise DataError if a row has no prompt column."""
-    if column not in row:
-        raise DataError(f"{source}: no column {column!r}; there are {', '.join(row) or 'none'}")
-
-
 def write_rows(path: Path, rows: Rows) -> None:
     """Write rows to a JSONL file."""
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
