@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from fastppo.data.shards import shards_of
-
 Result = TypeVar("Result")
 
 TIMEOUT = 1800.0
@@ -177,6 +175,19 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         names = ("copy", "shard")
     mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
     return World(rank=distributed.get_rank(), size=size, device=device, mesh=mesh, timeout=timeout)
+
+
+def shards_of(size: int, shard_size: int | None) -> int:
+    """Return how many of `size` processes share one copy of the weights: by default all.
+
+    Raises:
+        ValueError: `shard_size` does not divide `size`.
+    """
+    if shard_size is None:
+        return size
+    if size % shard_size:
+        raise ValueError(f"shard_size must divide the {size} processes, got {shard_size}")
+    return shard_size
 
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

@@ -1,7 +1,7 @@
 """Checkpoints: everything that changes in a PPO run, written completely or not at all.
 
 A checkpoint is written to a temporary directory, synced to the disk with its manifest, and renamed.
-A run that is killed while writing keeps the older checkpoints. A checkpoint holds the trained
+A kill while writing leaves the older checkpoints intact. A checkpoint holds the trained
 weights, the optimizer's state, the value head (as weights, or as the moments and heads of its
 regression), a refreshed reference, the random states of torch, NumPy and Python, and
 `RunState.state_dict`. Schedules and the position in the prompts follow from the counters. On a CPU,
@@ -49,7 +49,7 @@ class CheckpointError(RuntimeError):
 
 
 class Best(NamedTuple):
-    """The metric that selects the best checkpoint, and its value at one checkpoint."""
+    """The metric of the best checkpoint, and its value at one checkpoint."""
 
     metric: str
     """As in `checkpoint_best`."""
@@ -103,13 +103,13 @@ def resumable(
 
     Args:
         run: the identity of the resumed run.
-        essential: options that must be the same in both runs.
+        essential: options that make it another run if they change.
         allowed: whether they may differ (`allow_config_change`).
         say: receives a sentence per damaged checkpoint and per allowed difference.
 
     Raises:
         DamagedError: all checkpoints are damaged.
-        ValueError: the checkpoint belongs to another run, which is not allowed.
+        ValueError: the checkpoint belongs to another run.
     """
     newest = manifest.newest(checkpoints(run_dir))
     if newest is None:
@@ -127,7 +127,7 @@ def resumable(
 
 def snapshot(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     state: dict[str, Any],
     *,
     reference: dict[str, Tensor] | None = None,
@@ -137,9 +137,9 @@ def snapshot(
     """Copy the current state of a run to the CPU.
 
     Args:
-        reference: the weights of a reference policy that has been refreshed.
+        reference: the weights of a refreshed reference policy.
         value_regression: the tensors of the value head's regression, the same on every rank.
-        in_shards: leave out the tensors that `fastppo.run.shards` writes.
+        in_shards: leave the tensors to `fastppo.run.shards`.
     """
     generators = random_state()
     files: dict[str, Mapping[str, Tensor]] = {"random.safetensors": generators.tensors}
@@ -159,7 +159,7 @@ def snapshot(
     )
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, *, in_shards: bool) -> dict[str, Any]:
+def _optimizer_state(optimizer: Any, *, in_shards: bool) -> dict[str, Any]:
     """The optimizer's `state_dict` on the CPU, without its options."""
     saved = optimizer.state_dict()
     del saved["param_groups"]
@@ -175,7 +175,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, *, in_shards: bool) -> di
 
 
 def begin(path: Path) -> Path:
-    """Create the temporary directory in which the checkpoint `path` is written.
+    """Create the temporary directory of the checkpoint `path`.
 
     Raises:
         CheckpointError: the directory cannot be created.
@@ -235,9 +235,9 @@ def failed(path: Path, error: Exception) -> CheckpointError:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete the unfinished checkpoints of a run that was killed.
+    """Delete the unfinished checkpoints of a killed run.
 
-    A checkpoint that was being replaced is restored if its replacement is missing.
+    The old version of a checkpoint is restored if its replacement is missing.
     """
     for old in run_dir.glob(".checkpoint-*.old"):
         place = run_dir / old.name[1:].removesuffix(".old")

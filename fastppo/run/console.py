@@ -1,4 +1,4 @@
-"""Console output that cannot end a run: a closed pipe or terminal, or a full disk under the log."""
+"""Console output without errors: a closed terminal or a full disk must not end a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which the reply of a server may contain."""
+    """Escape control characters, as in the reply of a server."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class LastingStream:
-    """A text stream that discards its output after a write has failed."""
+    """A text stream without errors: it discards its output after a failed write."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -41,7 +41,7 @@ class LastingStream:
         try:
             yield
         except OSError:
-            # The stream keeps what it could not write, and would fail again at exit.
+            # The stream would repeat the failed write at exit.
             with suppress(OSError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 

@@ -1,8 +1,8 @@
 """The identity of a run: its options, the fingerprints of its inputs, and package versions.
 
 A checkpoint's manifest holds it, and a resumed run is compared with it. Differences are printed.
-Those that make it another run (other data, another objective) are refused unless
-`allow_config_change` is on.
+Other data or another objective make it another run, and are refused unless `allow_config_change`
+is on.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
 
 
 class Difference(NamedTuple):
-    """An option, a fingerprint or a version that has changed since the checkpoint."""
+    """A change of an option, a fingerprint or a version since the checkpoint."""
 
     name: str
     before: Any
     now: Any
     is_other_run: bool
-    """Whether the run may not resume from the checkpoint."""
+    """Whether the run may not resume without `allow_config_change`."""
 
     def __str__(self) -> str:
         return f"{self.name} was {describe(self.before)} and is {describe(self.now)}"
@@ -63,10 +63,10 @@ def versions() -> dict[str, str]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], essential: Iterable[str]
 ) -> list[Difference]:
-    """Return the differences of two identities, those that make it another run first.
+    """Return the differences of two identities, the essential ones first.
 
-    Every changed fingerprint makes it another run. An option that only one of the runs has, as
-    after an upgrade, is not a difference.
+    Every changed fingerprint is essential. An option of only one run, as after an upgrade, is not a
+    difference.
 
     Args:
         essential: options that make it another run if they change.
@@ -95,7 +95,7 @@ def check_same_run(
     essential: Iterable[str],
     allowed: bool,
 ) -> list[str]:
-    """Return one sentence per difference from the run that wrote the checkpoint `path`.
+    """Return one sentence per difference from the run of the checkpoint `path`.
 
     Raises:
         ValueError: a difference makes it another run, and `allowed` is false.

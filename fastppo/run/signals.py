@@ -2,8 +2,8 @@
 
 While a run trains, the first SIGTERM, SIGINT or SIGHUP ends it after the current phase, with a
 checkpoint. A second SIGTERM or SIGINT ends the process at once. Before the training starts there is
-nothing to save, so the first signal ends the process. SIGUSR1 asks for a checkpoint. A signal that
-the process was started to ignore, as under `nohup`, stays ignored.
+nothing to save, so the first signal ends the process. SIGUSR1 requests a checkpoint. A signal
+ignored at the start, as under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class StopRequest:
             world = World()
         self.world = world
         self.stop: int | None = None
-        """The signal that stops the run, or None."""
+        """The stopping signal, or None."""
         self._heard: int | None = None
         self._save = False
 
     def hear(self, signum: int) -> None:
-        """Note that a signal asks this process to stop."""
+        """Request a stop of the run."""
         self._heard = signum
         if self.world.size == 1:
             self.stop = signum
 
     def hear_save(self) -> None:
-        """Note that a signal asks this process for a checkpoint."""
+        """Request a checkpoint."""
         self._save = True
 
     def _agree(self) -> None:
@@ -95,12 +95,12 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def listening(world: World | None = None) -> Iterator[StopRequest]:
-    """Collect the requests of signals in the block, which acts on them when it can."""
+    """Yield the requests of signals during the block."""
     request = StopRequest(world)
     process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
-        if os.getpid() != process:  # a process that a reward forked is no run
+        if os.getpid() != process:  # forked by a reward, such as a pool's worker
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return

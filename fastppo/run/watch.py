@@ -37,7 +37,7 @@ MEANINGS = {"reward_std": ": all responses got the same reward"}
 """Explanations of metrics in warnings."""
 
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
-"""The parts of a warning that vary: a metric's value, an optimizer step."""
+"""The variable parts of a warning: a metric's value, an optimizer step."""
 
 ABSENT_AFTER = 3
 """Iterations until a missing metric is reported. A correlation may be undefined in one batch."""
@@ -56,7 +56,7 @@ def rollout_health(
     Args:
         token_ids: [B] responses, including EOS.
         scores: [B] trained scores.
-        monitors: [B] each, rewards that are only monitored (a gold reward).
+        monitors: [B] each, monitored rewards (a gold reward).
 
     Returns:
         dict:
@@ -72,7 +72,7 @@ def rollout_health(
         Undefined metrics are absent: r of a constant, n-grams of shorter responses.
 
     Raises:
-        ValueError: the number of scores or monitored rewards is not that of the responses.
+        ValueError: scores or monitored rewards are not one per response.
 
     Source: distinct-n from Li et al. 2016, section 5.2, there over all responses at once.
     """
@@ -155,7 +155,7 @@ def parse_threshold(text: str, option: str = "threshold") -> Threshold:
 def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list[str]:
     """Return a sentence per crossed threshold, such as `kl = 31.2 > 20`.
 
-    A metric that is NaN crosses every threshold. For a missing metric see `Watch`.
+    NaN crosses every threshold. For a missing metric see `Watch`.
     """
     sentences = []
     for threshold in thresholds:
@@ -178,7 +178,7 @@ def kind_of(warning: str) -> str:
 
 
 def advice(warning: str) -> str:
-    """Return the explanation of a warning and the page that helps; "" without one."""
+    """Return the explanation of a warning with a link to `PAGE`; "" without one."""
     metric = warning.partition(" = ")[0]
     item = PAGE_ITEMS.get(metric)
     return "" if item is None else f"{MEANINGS.get(metric, '')} (see {PAGE}, item {item})"

@@ -30,7 +30,7 @@ import command_line
 from command_line import Folder
 
 from fastppo.recipes.catalogue import find
-from fastppo.recipes.run import OWNER, lay_out
+from fastppo.recipes.run import OWNER, write_files
 from fastppo.run.log import read_jsonl
 
 RECIPE = "arithmetic"
@@ -142,10 +142,9 @@ class Victim:
         """The result, without times."""
         run = self.folder.run
         if self.command == "train":
-            bits = self.folder.bits()
-            return bits
+            return self.folder.bits()
         if self.command == "recipe":
-            lay_out(find(RECIPE), run)  # adds missing files
+            write_files(find(RECIPE), run)  # adds missing files
             names = (OWNER, "run.yaml", *find(RECIPE).shipped.values())
             return {name: (run / name).read_bytes() for name in names}
         records = read_jsonl(run / "metrics.jsonl")

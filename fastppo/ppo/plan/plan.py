@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastppo.data.shards import shards_of
+from fastppo.data.world import shards_of
 from fastppo.functional import scalars
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import causal_lm_config
