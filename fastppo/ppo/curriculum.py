@@ -1,4 +1,4 @@
-"""Prompts of each iteration: shuffled epochs, without prompts that are solved.
+"""Prompts of each iteration: shuffled epochs without solved prompts.
 
 An epoch is a shuffled pass over all prompts. With `solved_reward`, a prompt whose last `WINDOW`
 responses all reached it is skipped from then on.
@@ -16,7 +16,7 @@ from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
 
 WINDOW = 8
-"""Responses to a prompt that have to reach `solved_reward` in a row."""
+"""Consecutive responses to a prompt that must reach `solved_reward`."""
 
 
 class Chosen(NamedTuple):
@@ -25,7 +25,7 @@ class Chosen(NamedTuple):
     rows: list[int]
     """Row of the prompt of each response, in order."""
     position: int
-    """Position in the endless sequence of epochs at which the next iteration begins."""
+    """Position of the next iteration in the endless sequence of epochs."""
 
 
 class Curriculum:
@@ -33,7 +33,7 @@ class Curriculum:
 
     Args:
         count: prompts of the run.
-        solved_reward: reward at which a response solves its prompt; None skips no prompt.
+        solved_reward: reward of a solution; None skips no prompt.
     """
 
     def __init__(self, count: int, solved_reward: float | None = None) -> None:
@@ -62,14 +62,14 @@ class Curriculum:
         return Chosen(rows, position)
 
     def take(self, chosen: Chosen, scores: Scores, state: Any) -> dict[str, float]:
-        """Record which responses solved their prompt, and where the next iteration begins.
+        """Record solved prompts and the position of the next iteration.
 
         Args:
             scores: of the responses.
 
         Returns:
-            dict: with `solved_reward`, `solved`, the share of the responses that reached it, and
-            `left_out`, the share of the prompts that are skipped from now on.
+            dict: with `solved_reward`, the share of responses that reached it (`solved`), and the
+            share of prompts to skip from now on (`left_out`).
         """
         state.prompts_seen = chosen.position
         if self.solved_reward is None:

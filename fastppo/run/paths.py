@@ -1,7 +1,6 @@
 """Check that paths in the options exist, before torch is imported.
 
-Whether a name that is no path exists on the Hugging Face Hub, and what a file holds, is left to the
-loaders.
+The loaders check the rest: names on the Hugging Face Hub, and the contents of files.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def check_paths(config: Options) -> None:
 
 
 def _named(options: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (option, value) for each value of these options that is set."""
+    """Yield (option, value) for each value of these options."""
     for option in names:
         values = options.get(option) or []
         for value in values if isinstance(values, list) else [values]:

@@ -1,8 +1,8 @@
 """Options of a PPO run.
 
-Each option is a key of the YAML file and a flag of `fastppo train`. The sections stand in the files
-of this folder; `PPOConfig` combines them and checks combinations. Nothing here imports torch, so
-that a wrong option is refused at once.
+Each option is a key of the YAML file and a flag of `fastppo train`. The files of this folder hold
+the sections; `PPOConfig` combines them and checks combinations. Importing this takes no torch, so
+wrong options are refused at once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PPOConfig(
 
     @property
     def scheduled(self) -> set[str]:
-        """Options that a schedule changes."""
+        """Scheduled options."""
         return {Schedule.parse(text).name for text in self.schedules}
 
     def is_used(self, coefficient: str) -> bool:
@@ -101,7 +101,7 @@ class PPOConfig(
         return getattr(self, name) != default or name in self.scheduled
 
     def have_effect_only(self, *names: str, where: object, needs: str) -> None:
-        """Raise ValueError for an option that is set and has no effect.
+        """Raise ValueError for options that are set without an effect.
 
         Args:
             where: whether the options have an effect.
@@ -152,7 +152,7 @@ class PPOConfig(
 
     @property
     def softmax(self) -> dict[str, Any]:
-        """Keywords of the losses that turn logits into a distribution."""
+        """Keywords of the losses for the softmax."""
         return {"temperature": self.temperature, "backend": self.backend}
 
     def limits(self, packed: bool = False) -> Limits:
@@ -192,11 +192,11 @@ class PPOConfig(
         return self.iterations * self.steps_per_iteration
 
 
-# Combinations of options. An option that is set and would have no effect is an error.
+# Combinations of options. An option without an effect is an error.
 
 
 def check_batches(config: PPOConfig) -> None:
-    """Raise ValueError where a rollout batch cannot be divided."""
+    """Raise ValueError if a rollout batch cannot be divided."""
     if config.rollout_batch_size % config.minibatches:
         raise ValueError(
             f"rollout_batch_size must be a multiple of minibatches, got "
@@ -210,7 +210,7 @@ def check_batches(config: PPOConfig) -> None:
 
 
 def check_models(config: PPOConfig) -> None:
-    """Raise ValueError for options of policy, reference and value function that do not fit."""
+    """Raise ValueError for conflicting options of policy, reference and value function."""
     if config.quantization != "none":
         if config.lora_rank == 0 or config.value_model == "critic":
             raise ValueError(
@@ -267,7 +267,7 @@ def check_models(config: PPOConfig) -> None:
 
 
 def check_servers(config: PPOConfig) -> None:
-    """Raise ValueError where servers and `rollout` do not fit."""
+    """Raise ValueError for servers without `rollout=server`, or none with it."""
     config.have_effect_only(
         "rollout_urls", where=config.rollout == "server", needs="rollout=server"
     )
@@ -281,7 +281,7 @@ def check_servers(config: PPOConfig) -> None:
 
 
 def check_rewards(config: PPOConfig) -> None:
-    """Raise ValueError for weights and ensembles that do not fit the rewards."""
+    """Raise ValueError for wrong numbers of reward weights or ensemble members."""
     if config.rewards and config.reward_weights is not None:
         count = len(config.rewards)
         allowed = [count, count + 1] if config.reward_ensemble else [count]
@@ -301,7 +301,7 @@ def check_rewards(config: PPOConfig) -> None:
 
 
 def check_objective(config: PPOConfig) -> None:
-    """Raise ValueError for options of the policy loss that do not fit."""
+    """Raise ValueError for conflicting options of the policy loss."""
     scalars.check_dual_clip(config.dual_clip)
     objective = config.objective
     is_penalty = objective == "penalty"
@@ -329,7 +329,7 @@ def check_objective(config: PPOConfig) -> None:
 
 
 def check_importance(config: PPOConfig) -> None:
-    """Raise ValueError for bounds of the importance weights that do not fit."""
+    """Raise ValueError for conflicting options of the importance weights."""
     cap = config.importance_cap
     floor = config.importance_floor
     if cap is not None and floor is not None and floor >= cap:
@@ -347,7 +347,7 @@ def check_importance(config: PPOConfig) -> None:
 
 
 def check_async(config: PPOConfig) -> None:
-    """Raise ValueError for options that asynchronous rollouts do not support."""
+    """Raise ValueError for options without asynchronous rollouts."""
     if not config.async_steps:
         return
     if config.rollout in ("generate", "vllm"):
@@ -365,7 +365,7 @@ def check_async(config: PPOConfig) -> None:
 
 
 def check_kl(config: PPOConfig) -> None:
-    """Raise ValueError for options of the KL to the reference that do not fit."""
+    """Raise ValueError for conflicting options of the KL to the reference."""
     in_reward = config.is_used("kl_coef")
     in_loss = config.is_used("kl_loss_coef")
     is_controlled = config.kl_controller != "fixed"
@@ -408,7 +408,7 @@ def check_kl(config: PPOConfig) -> None:
 
 
 def check_advantages(config: PPOConfig) -> None:
-    """Raise ValueError for options that do not fit the kind of advantages."""
+    """Raise ValueError for options without an effect on these advantages."""
     kind = config.advantage
     is_gae = kind in ("gae", "turn_gae")
     if config.bootstrap_truncated and not is_gae:
@@ -437,7 +437,7 @@ def check_advantages(config: PPOConfig) -> None:
 
 
 def check_pretraining(config: PPOConfig) -> None:
-    """Raise ValueError where PPO-ptx has a coefficient without text, or text without one."""
+    """Raise ValueError for a PPO-ptx coefficient without text, or text without a coefficient."""
     if config.is_used("ptx_coef") and not config.ptx_data:
         raise ValueError("ptx_coef > 0 needs ptx_data")
     if config.ptx_data and not config.is_used("ptx_coef"):
@@ -480,7 +480,7 @@ def check_schedules(config: PPOConfig) -> None:
 
 
 def check_processes(config: PPOConfig, count: int) -> None:
-    """Raise ValueError for options that do not work with so many processes."""
+    """Raise ValueError for options without support for several processes."""
     if count % config.vllm_tensor_parallel_size:
         raise ValueError(
             f"vllm_tensor_parallel_size must divide the number of processes of torchrun: got "

@@ -1,4 +1,4 @@
-"""Options of the rollout: generation, and what corrects for the sampler's distribution."""
+"""Options of the rollout: generation, old logprobs and importance weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastppo.run.options import Options, option
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
-    """Raise ValueError for an empty string, which is in every text."""
+    """Raise ValueError for an empty stop string."""
     if "" in strings:
         raise ValueError("stop_strings holds an empty string, which every text contains")
 

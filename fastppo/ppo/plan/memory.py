@@ -1,32 +1,31 @@
-"""The bytes that one process of a run will hold, by phase and part, before anything is loaded.
+"""Memory of one process of a run, by phase and part, estimated without loading a model.
 
-The models are made as for training (`run_models`), but from their config.json: tensors have a
-shape, a dtype and no memory (`shapes`). What lasts is counted by what holds it. Of several
-processes each holds a shard of policy, value function, reference, optimiser states and gradients,
-in fp32 where they are trained. The parts of a phase:
+The models are built as for training (`run_models`), from their config.json, on fake tensors: shape,
+dtype and no memory (`shapes`). Several processes hold a shard each of policy, value function,
+reference, optimiser states and gradients, with trained weights in fp32. The parts of a phase:
 
-    policy weights     the frozen ones of adapters in the dtype of their products, or in 4 bits
-    dequantised        the largest of the matrices of 4 bits, while it is used
-    value function     its head with the moments of its regression, and a critic
+    policy weights     with adapters, frozen weights in the dtype of the products, or in 4 bits
+    dequantised        the largest 4-bit matrix, while in use
+    value function     the head, the moments of its regression, and a critic
     reference          none with adapters
-    reward models      those whose config can be read; whole in each process
-    fp32 masters       of trained weights in bf16, in one process; shards are their own
+    reward models      whole in each process; only those with a readable config
+    fp32 masters       of trained bf16 weights, in one process; shards are fp32 themselves
     optimiser states   AdamW's two moments
-    gathered           what of a sharded policy is whole at a time: all of it in a rollout, the
-                       lm-head and two layers, with their gradients, in an update
+    gathered           unsharded weights: the whole policy in a rollout; in an update the lm-head
+                       and two layers, with their gradients
     gradients          in the update
-    KV cache           at its longest; none where servers draw the responses
-    vLLM               the share of the device that it is given, in place of a KV cache
-    logits             of the loss, a chunk of them, with the lm-head's gradient; in a rollout what
-                       a draw takes
-    activations        what operations hold beside all that: what autograd saves, weights cast for
-                       autocast
+    KV cache           at its longest; none with vLLM servers
+    vLLM               its share of the device, instead of a KV cache
+    logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
+                       the buffers of a sampling step
+    activations        all else: tensors saved by autograd, weights cast by autocast
 
-so activations are what this architecture saves, with or without checkpointing and adapters, and no
-formula. Passes that score or only read the policies hold less than an update, and are left out.
+Activations are counted by running the model on fake tensors, so they follow its architecture,
+checkpointing and adapters. Forward passes that score or read the policies need less than an update
+and are left out.
 
-Not seen: what a library borrows inside an operation, a CUDA context (about half a GB), what the
-allocator holds in gaps. Prompts are of one length, and every response as long as it may be.
+Not counted: buffers inside a library's operation, the CUDA context (about half a GB), fragmentation
+of the allocator. All prompts have one length, and all responses the maximum.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
 
 DRAW_BUFFERS = 4
-"""[B, V] fp32 of a decoding step: logits, scaled scores, probabilities, what the draw takes."""
+"""[B, V] fp32 buffers of a sampling step: logits, scaled scores, probabilities, random numbers."""
 
 DEFINITION_COPIES = 10
-"""[n, V] fp32 that autograd over the definition holds at its peak: 7, and 10 with the full KL."""
+"""[n, V] fp32 buffers at the peak of autograd over the definition: 7, and 10 with the full KL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes of each part at the moment when a phase needs most."""
+    """Bytes of each part at the peak of a phase."""
 
     name: str
     parts: dict[str, int]
@@ -74,14 +73,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The run that is planned.
+    """Run to plan.
 
     Attributes:
-        device: need not be there.
-        prompt_tokens: of every prompt.
-        context: tokens that a sequence may have, if the model's config says.
-        processes: that torchrun would start.
-        memory: bytes of the device, if they are known.
+        device: may be absent.
+        prompt_tokens: length of every prompt.
+        context: longest sequence of the model, tokens; None if its config names none.
+        processes: processes of torchrun.
+        memory: of the device, bytes; None if unknown.
     """
 
     config: PPOConfig
@@ -93,29 +92,31 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Processes that hold one copy of the weights between them."""
+        """Processes that share one copy of the weights."""
         return self.config.shard_size or self.processes
 
     @property
     def is_sharded(self) -> bool:
-        """Whether there are several processes; a copy in each is sharded too."""
+        """Whether weights are sharded: with several processes, even if each holds a whole copy."""
         return self.processes > 1
 
     @property
     def response_tokens(self) -> int:
-        """The longest response. With an environment it is all turns that the context has room for;
-        observations count as part of the prompt."""
+        """Longest response, tokens.
+
+        With an environment, as many turns as fit into the context; observations count as prompt.
+        """
         turns = self.config.max_turns if self.config.environment else 1
         tokens = turns * self.config.max_new_tokens
         return tokens if self.context is None else min(tokens, self.context - self.prompt_tokens)
 
     @property
     def tokens(self) -> int:
-        """The longest sequence."""
+        """Longest sequence, tokens."""
         return self.prompt_tokens + self.response_tokens
 
     def share(self, sequences: int) -> int:
-        """The largest share of them that one process has."""
+        """Return the largest number of the sequences in one process."""
         return -(-sequences // self.processes)
 
     @property
@@ -125,27 +126,27 @@ class Run:
 
     @property
     def microbatch(self) -> int:
-        """Sequences of a pass of the update."""
+        """Sequences of a forward and backward pass."""
         return min(self.minibatch, self.config.limits().count(self.tokens))
 
     @property
     def generated_at_once(self) -> int:
-        """Sequences."""
+        """Sequences generated at once."""
         rows = self.share(self.config.rollout_batch_size)
         return min(self.config.generate_batch_size or rows, rows)
 
 
 def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
-    """(the phases of a run in their order, a sentence on each reward model that is not counted).
+    """Return (phases of a run in their order, notes on what is not counted).
 
     Raises:
         ValueError: a config cannot be read.
     """
     with warnings.catch_warnings():
-        # Modules that are copied ask for addresses, which these tensors have not.
+        # Copying a module reads the addresses of its tensors, and fake tensors have none.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         process = Process(run)
-        loading = process.loading()  # before trained weights have a gradient's dtype
+        loading = process.loading()
         with process.live:
             materialize(process.policy)
             phases = [process.rollout(), process.update()]
@@ -153,10 +154,10 @@ def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
 
 
 class Process:
-    """One process's models without memory, and the phases of its run.
+    """Models of one process on fake tensors, and the phases of its run.
 
-    Tensors say that they are on the CPU, whatever is planned for: torch without CUDA has no
-    autocast for it. Saved tensors are the same but for attention's row sums.
+    Tensors are on the CPU whatever the device, since torch without CUDA has no autocast for it.
+    The saved tensors are the same except for attention's row sums.
     """
 
     def __init__(self, run: Run) -> None:
@@ -182,24 +183,26 @@ class Process:
                 self.notes.append(f"not counted: {error}")
         if run.config.async_steps and run.config.rollout == "decoder":
             self.notes.append(
-                "not counted: async_steps decodes a copy of the policy, with its KV cache, beside "
-                "the update"
+                "not counted: with async_steps, a copy of the policy and its KV cache during the "
+                "update"
             )
-        # Lengths are read, so it is made here, before tensors are fake.
+        if run.config.optimizer != "adamw":
+            self.notes.append(f"optimizer={run.config.optimizer} is counted as AdamW")
+        # Real tensors, since their lengths are read.
         prompts = [[0] * run.prompt_tokens] * run.microbatch
         self.layout = Batch.of(prompts, [[0] * run.response_tokens] * run.microbatch).layout()
 
     def loading(self) -> Phase:
-        """Each process loads the models whole before it keeps its shards."""
+        """Return the phase of loading: each process loads whole models before it shards them."""
         return Phase("loading", self.weights(shards=1, fp32=False))
 
     def rollout(self) -> Phase:
-        """The pass over the prompts, or the last step, when the cache is at its longest."""
+        """Return the rollout: the pass over the prompts, or the step with the longest cache."""
         run = self.run
         rows = run.generated_at_once
         parts = self.lasting()
         if run.is_sharded:
-            # With vLLM at the end, when the policy is saved.
+            # With vLLM only at the end of the run, when the policy is saved.
             parts["gathered"] = bytes_of(tensors_of(self.policy))
         if self.config.rollout == "vllm":
             share = self.config.vllm_gpu_memory_utilization * (run.memory or 0)
@@ -214,7 +217,7 @@ class Process:
             positions = torch.arange(run.prompt_tokens).expand(rows, -1)
             trunk = self.policy.causal_lm.base_model
             last_states(trunk, ids, attention_mask=None, position_ids=positions, cache=cache)
-            at_prompts = room_of(cache)
+            at_prompts = reserved_bytes(cache)
             casts = self.live.bytes - before - at_prompts  # of weights, for the whole rollout
         prompts_pass = peak.bytes - at_prompts
         longest = cache_bytes(cache, rows, run.tokens - 1 + GROWTH)
@@ -226,8 +229,10 @@ class Process:
         return Phase("rollout", parts)
 
     def update(self) -> Phase:
-        """One microbatch, on the gradients of those before it if there are any: when its loss is
-        formed, or in its backward pass."""
+        """Return the update: one microbatch, in its loss or in its backward pass.
+
+        Gradients of earlier microbatches exist if there are any.
+        """
         config = self.config
         trained = trained_of(self.policy)
         has_gradients = self.run.is_sharded or self.run.microbatch < self.run.minibatch
@@ -239,7 +244,7 @@ class Process:
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
-        # The reference's logits beside the policy's, or under a loss scale their gradient.
+        # The reference's logits, or with a loss scale the gradient of the logits.
         buffers = 2 if exact_kl or config.precision == "fp16" else 1
         self.policy.set_training(config.gradient_checkpointing)
         before = self.live.bytes
@@ -271,8 +276,10 @@ class Process:
         return max(moments, key=lambda phase: phase.total)
 
     def read_text(self) -> tuple[int, int]:
-        """(bytes held, bytes of logits) at the loss on a microbatch of PPO-ptx, which forms its
-        logits twice, and their gradient beside them."""
+        """Return (activations, logits) in bytes at the loss of a PPO-ptx microbatch.
+
+        This loss computes its logits twice, and needs a gradient buffer of their size.
+        """
         config = self.config
         rows = self.run.share(config.ptx_batch_size)
         rows = min(config.limits().count(config.ptx_block_size), rows)
@@ -283,8 +290,13 @@ class Process:
             return self.live.bytes - before, self.loss_bytes(text, buffers=2)
 
     def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:
-        """What the loss on hidden states holds: chunks of logits, the head, cast, and its gradient,
-        and what the definition makes of the logits where it is the backend."""
+        """Return the bytes of the loss on hidden states.
+
+        Chunks of logits, the lm-head's cast and gradient, and the buffers of `backend=torch`.
+
+        Args:
+            buffers: [n, V] buffers of a chunk.
+        """
         weight = self.policy.head.weight
         vocabulary, width = weight.shape
         trained = weight.requires_grad
@@ -296,15 +308,15 @@ class Process:
             size += weight.numel() * self.dtype.itemsize
         if trained:
             size += weight.numel() * (weight.itemsize if rows == len(hidden) else 4)
-        if self.config.backend == "torch":  # kernels hold nothing beside the logits
+        if self.config.backend == "torch":  # kernels need no more than the logits
             rows = min(rows, max(1, CHUNK_ELEMENTS // vocabulary))
             size += DEFINITION_COPIES * rows * vocabulary * 4
         return size
 
-    # ---------------------------------------------------------------------------- what it holds
+    # ---------------------------------------------------------------------------------- the parts
 
     def lasting(self) -> dict[str, int]:
-        """Parts that are there from the first step on."""
+        """Return the parts that last for the whole run, in bytes."""
         trained = trained_of(self.policy)
         states = 8 * count(trained)
         masters = 4 * count(p for p in trained if p.dtype in HALVES)
@@ -314,10 +326,10 @@ class Process:
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
     def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:
-        """Bytes of the weights of every model.
+        """Return the bytes of the weights of every model.
 
         Args:
-            fp32: whether what is trained is held in it, whatever the model's dtype is.
+            fp32: hold trained weights in fp32, whatever the model's dtype.
         """
 
         def held(model: nn.Module) -> int:
@@ -350,51 +362,51 @@ class Process:
 
     @property
     def regression_bytes(self) -> int:
-        """Bytes of the moments of the value head's regression, if there is one."""
+        """Bytes of the moments of the value head's regression."""
         size = self.policy.value_function.head.in_features + 2
         return 8 * size * size if self.config.fits_value_head else 0
 
     def gathered(self) -> int:
-        """Bytes of the lm-head and the two largest layers, with their gradients."""
+        """Return the bytes of the lm-head and the two largest layers, with their gradients."""
         model = self.policy.causal_lm
         layers = [bytes_with_gradients(layer) for layer in layers_of(model.base_model)]
         return bytes_with_gradients(model.get_output_embeddings()) + sum(sorted(layers)[-2:])
 
 
-def room_of(cache: Any) -> int:
-    """Bytes of a cache of transformers, with what is there for tokens to come."""
+def reserved_bytes(cache: Any) -> int:
+    """Return the bytes of a transformers cache, reserved ones included."""
     tensors = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor)]
     return bytes_of(tensors)
 
 
 def cache_bytes(cache: Any, rows: int, tokens: int) -> int:
-    """Return the bytes of a cache of so many tokens of so many sequences."""
+    """Return the bytes of a cache for `tokens` tokens of `rows` sequences."""
     size = 0
     for layer in cache.layers:
         window = getattr(layer, "sliding_window", None)
         kept = tokens if window is None else min(tokens, window)
         for states in (layer.keys, layer.values):
-            if states is not None:  # a layer may read another's
+            if states is not None:  # a layer may share another's
                 of_token = states.shape[1] * states.shape[3] * states.itemsize
                 size += rows * kept * of_token
     return size
 
 
 def bytes_with_gradients(model: nn.Module) -> int:
-    """Bytes of the weights, and of the gradients of those that are trained."""
+    """Return the bytes of the weights and of the gradients of trained ones."""
     return bytes_of(model.parameters()) + bytes_of(trained_of(model))
 
 
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
-    """What the optimiser steps."""
+    """Return the trained parameters."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+    """Return parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 def count(tensors: Iterable[Tensor]) -> int:
-    """Numbers in them."""
+    """Return the number of elements."""
     return sum(tensor.numel() for tensor in tensors)

@@ -1,7 +1,7 @@
-"""Models of shapes alone, and a count of the bytes that they would take.
+"""Models on fake tensors, and the bytes that they would take.
 
-Models are made from their config.json on the meta device, then given fake tensors: tensors with a
-shape, a dtype and a device, and no memory.
+Models are built from their config.json on the meta device, then given fake tensors, with a shape, a
+dtype, a device and no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# torch documents fake tensors under this name alone. The meta device has no autocast.
+# torch documents fake tensors under this name only. The meta device has no autocast.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -25,20 +25,19 @@ from fastppo.ppo.setup.run_models import ModelLoader
 
 @dataclass(slots=True)
 class Peak:
-    """The most that was held."""
+    """Largest number of bytes held."""
 
     bytes: int = 0
 
 
 class LiveBytes(FakeTensorMode):
-    """Within it tensors are fake; counts the bytes of the storages that operations have returned
-    and that are still there."""
+    """Mode with fake tensors that counts the bytes of live storages returned by operations."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.bytes = 0
         self.most = 0
-        """The most since the last `peak` began."""
+        """The peak since the last call of `peak`."""
         self._storages: dict[int, weakref.ref] = {}
         self._depth = 0
 
@@ -48,12 +47,12 @@ class LiveBytes(FakeTensorMode):
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
         finally:
             self._depth -= 1
-        if self._depth == 0:  # not what an operation is made of: torch remembers it for the next
+        if self._depth == 0:  # skip nested operations: torch caches them across calls
             self._count_tensors(out)
         return out
 
     def _count_tensors(self, out: Any) -> None:
-        """A tensor, or those of a list or tuple."""
+        """Count a tensor, or those of a list or tuple."""
         if isinstance(out, (list, tuple)):
             for part in out:
                 self._count_tensors(part)
@@ -61,7 +60,7 @@ class LiveBytes(FakeTensorMode):
             self._count(out.untyped_storage())
 
     def _count(self, storage: Any) -> None:
-        key = id(storage)  # a storage's Python object lives as long as the storage
+        key = id(storage)  # unique, since the Python object lives as long as the storage
         if key in self._storages:
             return
         size = storage.nbytes()
@@ -76,7 +75,7 @@ class LiveBytes(FakeTensorMode):
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
-        """The most bytes that come in the block and are held at a time, known after it."""
+        """Measure the peak of new bytes in the block; known at its end."""
         before = self.bytes
         self.most = before
         peak = Peak()
@@ -85,13 +84,13 @@ class LiveBytes(FakeTensorMode):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages of tensors, each counted once."""
+    """Return the bytes of the storages of tensors, each counted once."""
     storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 class ShapeLoader(ModelLoader):
-    """Makes models of their config.json, on the meta device."""
+    """Build models from their config.json on the meta device."""
 
     def causal_lm(self, name: str, option: str) -> Any:
         chosen = self.config.attn_implementation
@@ -110,9 +109,9 @@ class ShapeLoader(ModelLoader):
 
 
 def materialize(model: nn.Module) -> None:
-    """Gives a model on the meta device fake tensors, which count as memory.
+    """Replace a model's meta tensors by fake ones, which count as memory.
 
-    Module.to cannot do it where tensors are fake.
+    `Module.to` does not support fake tensors.
     """
     materialized: dict[Tensor, Tensor] = {}  # tied weights are one
     for module in model.modules():

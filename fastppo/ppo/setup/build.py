@@ -1,7 +1,4 @@
-"""Build the parts of a PPO run from its options.
-
-`preflight` reads and checks what is cheap; then the models are loaded.
-"""
+"""Build the parts of a PPO run from its options: `preflight` first, then the models."""
 
 from __future__ import annotations
 
@@ -45,18 +42,18 @@ from fastppo.rollout.vllm import VLLMEngine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunComponents:
-    """Parts of a run, all of which last to its end."""
+    """Parts of a run."""
 
     device: torch.device
     tokenizer: Any
     model: ActorCritic
     reference: ReferencePolicy | None
-    """None where no KL needs a model."""
+    """None if no KL needs a model."""
     optimizer: Any
     engine: RolloutEngine
     sampling: Sampling
     episode_runner: OneTurn | Turns
-    """Generates the responses: one turn each, or the turns of an environment."""
+    """Generates the responses, single-turn or with the turns of an environment."""
     prompts: Prompts | None
     curriculum: Curriculum
     pretraining: PretrainingText | None
@@ -65,7 +62,7 @@ class RunComponents:
     context: int | None
     """Longest sequence, tokens: the shortest context of policy, reference and critic."""
     fingerprints: dict[str, str]
-    """Fingerprints of models, data and rewards, none of which a checkpoint holds."""
+    """Fingerprints of models, data and rewards, by option."""
     notes: list[str]
     """Sentences for the user about a fallback to another engine or layout."""
 
@@ -97,7 +94,7 @@ def build(
         world: the processes, over which the models are sharded.
 
     Raises:
-        ValueError: parts do not exist, or do not fit one another.
+        ValueError: a part does not exist, or does not fit the others.
         RewardError: a reward fails on the first prompt.
     """
     set_seed(config.seed)
@@ -163,11 +160,11 @@ class Models:
     reference: ReferencePolicy | None
     stop_token_ids: tuple[int, ...]
     fingerprints: dict[str, str]
-    """Fingerprints of the weights that the run starts from, by option."""
+    """Fingerprints of the initial weights, by option."""
 
     @property
     def frozen_reference(self) -> LanguageModel | None:
-        """The reference's own model, where it has one."""
+        """The reference's own model, if it has one."""
         return None if self.reference is None else self.reference.frozen
 
     def shard(self, world: World) -> None:
@@ -181,7 +178,7 @@ def load_models(config: PPOConfig, given: Given, tokenizer: Any, device: torch.d
     """Load policy, value function and reference, or take the models in `given`.
 
     Raises:
-        ValueError: they cannot be loaded, or do not fit one another or the tokenizer.
+        ValueError: a model cannot be loaded, or does not fit the others or the tokenizer.
     """
     loader = ModelLoader(config, device)
     causal_lm = given.model or loader.causal_lm(config.model, "model")
@@ -217,14 +214,14 @@ def choose_engine(
     world: World,
     say: Callable[[str], None] = print,
 ) -> tuple[RolloutEngine, str | None]:
-    """Return the rollout engine, and a sentence if it is not the one that the config names.
+    """Return the rollout engine, and a sentence if it is a fallback.
 
     Args:
-        engine: one that was passed to `PPOTrainer`.
+        engine: an engine passed to `PPOTrainer`.
         say: takes a sentence for the user.
 
     Raises:
-        ValueError: `async_steps` with an engine that cannot generate during an update.
+        ValueError: `async_steps` with an engine without asynchronous generation.
     """
     note = None
     if engine is not None:
@@ -287,19 +284,19 @@ def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> S
 
 
 def check_port(environment: RewardTerm | None, world: World) -> None:
-    """Raise ValueError for agents that several processes would serve at one port."""
+    """Raise ValueError if several processes would serve their agents at one port."""
     agent = None if environment is None else environment.function
     if isinstance(agent, Agent) and agent.server.port and world.size > 1:
         raise ValueError(
-            f"{world.size} processes: each serves the agents of its own rows, so their port must "
-            f"be one that is free, got port={agent.server.port}"
+            f"{world.size} processes: each serves the agents of its own rows, so leave out the "
+            f"port, got port={agent.server.port}"
         )
 
 
 def make_episode_runner(
     config: PPOConfig, inputs: RunInputs, *, calls: CallOptions, world: World
 ) -> OneTurn | Turns:
-    """Return what generates the responses: one turn each, or the turns of an environment."""
+    """Return the runner of single-turn responses, or of an environment's turns."""
     if inputs.rewards.environment is None:
         return OneTurn()
     return Turns(

@@ -1,5 +1,4 @@
-"""Checks before a run: that the first update will be on-policy, and that no option looks like a
-mistake."""
+"""Self-check before the first update: on-policy logprobs, and warnings about unusual options."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
-"""Tokens of each response: enough for a wrong position or cache to show."""
+"""Tokens of each response, enough to reveal a wrong position or cache."""
 
 FULL_TOLERANCE = 1e-3
-"""Nats, where products are formed in fp32: rounding of 2⁻²³ a step, summed over the layers."""
+"""Nats, with fp32 products: a rounding error of 2⁻²³ per step, summed over the layers."""
 LEAST_TOLERANCE = 0.1
-"""Nats, under bf16, where logits are small: the rounding of the layers below the head."""
+"""Nats, in bf16 with small logits: rounding errors of the layers below the head."""
 LOGIT_STEPS = 4 * 2**-8
-"""Share of the largest logit, under bf16: a logit is rounded to 2⁻⁹ of itself, and the hidden
-states that it is made of have been several times. Logits of 16 to 32 are an eighth apart."""
+"""Share of the largest logit, in bf16. A logit is rounded to 2⁻⁹ of itself, and its hidden state
+several times before. Logits of 16 to 32 are an eighth apart."""
 
 
 def self_check(trainer: Any) -> None:
-    """Check that the first update is on-policy, and warn about options that are probably mistakes.
+    """Check that the first update is on-policy, and warn about unusual options.
 
     Raises:
         RuntimeError: the first update would not be on-policy.
@@ -62,14 +61,15 @@ def check_on_policy(
     sampling: Sampling,
     fresh_reference: ReferencePolicy | None,
 ) -> None:
-    """Before the first step: the sampler's logprobs are the learner's, and KL to a fresh reference
-    is 0. Otherwise the ratio of the first update would not be 1.
+    """Check the ratio of the first update, and its KL to a fresh reference.
+
+    The sampler's logprobs must be the learner's (ratio 1), and the reference's too (KL 0).
 
     Args:
-        fresh_reference: a reference that is the policy as it is now; None where there is none.
+        fresh_reference: reference with the weights of the policy; None skips its check.
 
     Raises:
-        RuntimeError: says which of the two fails, and by how much.
+        RuntimeError: names the check that fails, and by how much.
     """
     few = prompts.select(range(min(CHECKED_PROMPTS, len(prompts))))
     with random_state_restored():
@@ -77,10 +77,10 @@ def check_on_policy(
     batch = Batch.of(few.token_ids, rollout.tokens, model.device)
     logprobs = model.evaluate(batch, **config.softmax).logprobs
     tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)
-    # Sampler and learner run the same weights with other paddings, so they agree to rounding.
+    # Sampler and learner pad differently, so they agree only up to rounding errors.
     sampled = torch.cat(_sampled_logprobs(rollout)).to(model.device)
     if rollout.logprobs is None and sampling.is_restricted:
-        sampled = sampled.minimum(logprobs)  # the restriction raises them by an unknown amount
+        sampled = sampled.minimum(logprobs)  # top-k and top-p raise them by an unknown amount
     _compare("the sampler's logprobs", sampled, logprobs, tolerance)
     if fresh_reference is not None:
         ref_logprobs = fresh_reference.logprobs([batch], **config.softmax)
@@ -88,19 +88,18 @@ def check_on_policy(
 
 
 def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
-    """The engine's logprobs under the whole softmax, or else under what it drew from."""
+    """Return the engine's logprobs under the whole softmax, or else under top-k and top-p."""
     sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
     if sampled is None:
         raise RuntimeError(
-            "self-check: the rollout engine gives no sampler_logprobs, so nothing says whether it "
-            "samples from the policy"
+            "self-check: the rollout engine gives no sampler_logprobs to compare with the policy's"
         )
     return sampled
 
 
 @torch.no_grad()
 def rounding_tolerance(model: LanguageModel, batch: Batch) -> float:
-    """Nats at temperature 1 by which two ways to the logprobs of a batch may differ."""
+    """Return how far two computations of a batch's logprobs may differ, nats at temperature 1."""
     if model.is_full_precision:
         return FULL_TOLERANCE
     with model.autocast():
@@ -114,13 +113,13 @@ def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
     if not worst <= tolerance:
         raise RuntimeError(
             f"self-check: {what} differ from the policy's by up to {worst:.3g} nats (tolerance "
-            f"{tolerance:.3g}), so the first update would not be on-policy. Look for dropout, "
-            f"position ids under padding, a logit transform, or another model as the reference."
+            f"{tolerance:.3g}), so the first update would not be on-policy. Check dropout, "
+            "position ids under padding, the logit transform, and the model of the reference."
         )
 
 
 def odd_options(config: PPOConfig) -> list[str]:
-    """Sentences on options that are legal but probably unintended."""
+    """Return warnings about options that are valid but probably mistakes."""
     sentences = []
     if config.warmup_steps > config.optimizer_steps:
         sentences.append(
@@ -129,8 +128,7 @@ def odd_options(config: PPOConfig) -> list[str]:
         )
     if config.top_k > 0 or config.top_p < 1:
         sentences.append(
-            "top_k and top_p keep tokens from being drawn, and no importance weight brings them "
-            "back: mismatch/excluded_mass is the share of the policy's probability that is never "
-            "seen"
+            "top_k and top_p exclude tokens, and no importance weight corrects for that: "
+            "mismatch/excluded_mass is the excluded share of the policy's probability"
         )
     return sentences

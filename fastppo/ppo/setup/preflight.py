@@ -1,9 +1,9 @@
-"""Read and check what a run needs, before its models are loaded.
+"""Read and check the inputs of a run, before its models are loaded.
 
 `fastppo check` and `fastppo train` both call `preflight`. It reads the rows, the configs and
-tokenizers of the models, and the functions of rewards and environment; it checks that they fit one
-another, and calls each reward function once on a made-up response. What takes minutes, the weights,
-is loaded afterwards by `fastppo.ppo.setup.build`.
+tokenizers of the models, the rewards and the environment. It checks that all of these fit together,
+and calls each reward function once on a made-up response. `fastppo.ppo.setup.build` then loads the
+weights, a matter of minutes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AGENT_ARGUMENTS = ("base_url", "api_key", "prompt")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """Parts of a run passed to `PPOTrainer` in place of the ones that the options name."""
+    """Parts of a run passed to `PPOTrainer` instead of being named by options."""
 
     model: PreTrainedModel | None = None
     tokenizer: Any = None
@@ -70,7 +70,7 @@ class RewardTerms:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of what is trained on, by option."""
+        """Fingerprints of rewards and environment, by option."""
         fingerprints = {f"rewards/{term.name}": term.fingerprint for term in self.trained}
         if self.environment is not None:
             fingerprints["environment"] = self.environment.fingerprint
@@ -93,7 +93,7 @@ class RunInputs:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of what the run reads, by option."""
+        """Fingerprints of tokenizer, data, rewards and environment, by option."""
         fingerprints = {"tokenizer": fingerprint.of_tokenizer(self.tokenizer)}
         if self.prompts is not None:
             fingerprints["prompts"] = self.prompts.fingerprint()
@@ -111,16 +111,16 @@ def preflight(
     calls: CallOptions | None = None,
     world: World | None = None,
 ) -> RunInputs:
-    """Read the inputs of a run, and check that they fit one another.
+    """Read the inputs of a run, and check that they fit together.
 
     Args:
-        device: reward models are loaded onto it; None checks them without loading their weights.
-        calls: time limit of the rewards, and where warnings about them go.
+        device: device of the reward models; None checks them without loading their weights.
+        calls: time limit and warnings of the rewards.
         world: the processes; the first one calls the rewards.
 
     Raises:
         ImportError: a package is missing.
-        ValueError: something does not exist, or does not fit the rest.
+        ValueError: an input does not exist, or does not fit the others.
         RewardError: a reward fails on the first prompt with a made-up response.
     """
     prompts = given.prompts
@@ -163,7 +163,7 @@ def preflight(
 
 
 def check_packages(config: PPOConfig) -> None:
-    """Raise ImportError for a package that an option needs and that is not installed."""
+    """Raise ImportError if the package of an option is not installed."""
     needed = {
         "vllm": ("rollout=vllm", config.rollout == "vllm"),
         "peft": ("lora_rank > 0", config.lora_rank > 0),
@@ -182,7 +182,7 @@ def read_contexts(config: PPOConfig, given: Given) -> tuple[int | None, int | No
     """Read the models' configs; return (the policy's context, the shortest context), in tokens.
 
     Raises:
-        ValueError: a model is not there, or is no causal LM.
+        ValueError: a model does not exist, or is not a causal LM.
     """
     if given.model is None and not config.model:
         raise ValueError("model must be a directory or hub name, got nothing")
@@ -204,12 +204,12 @@ def read_contexts(config: PPOConfig, given: Given) -> tuple[int | None, int | No
 
 
 def context_of(model_config: Any) -> int | None:
-    """Return the context of a transformers config, tokens; None where it does not say."""
+    """Return the context of a transformers config, tokens; None if it names none."""
     return getattr(model_config.get_text_config(), "max_position_embeddings", None)
 
 
 def prompt_room(context: int | None, max_new_tokens: int) -> int:
-    """Return the tokens that a prompt may have.
+    """Return the longest prompt, tokens.
 
     Raises:
         ValueError: a response fills the context.
@@ -223,7 +223,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:
-    """Raise ValueError where reference or critic read the policy's tokens as other words."""
+    """Raise ValueError if reference or critic have another vocabulary than the policy."""
     policy_tokens = tokenizer.get_vocab()
     for option in ("reference_model", "critic_model"):
         name = getattr(config, option)
@@ -233,7 +233,7 @@ def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:
         if tokens != policy_tokens:
             raise ValueError(
                 f"{option} {name}: its tokenizer has another vocabulary ({len(tokens)} tokens) "
-                f"than the policy's ({len(policy_tokens)}), so it cannot read the policy's tokens"
+                f"than the policy's ({len(policy_tokens)})"
             )
 
 
@@ -263,7 +263,7 @@ def load_pretraining(
 
 
 def names_model(reward: str | Reward) -> TypeGuard[str]:
-    """Return whether a reward is the name of a model, rather than a function or a URL."""
+    """Return whether a reward is the name of a model, not a function or a URL."""
     return isinstance(reward, str) and not URL.match(reward) and match_function(reward) is None
 
 
@@ -271,7 +271,7 @@ def check_reward_models(config: PPOConfig, given: Given, rows: dict[str, Rows]) 
     """Check configs and tokenizers of the reward models.
 
     Raises:
-        ValueError: one is no classifier with one label, or has no tokenizer.
+        ValueError: one is not a classifier with one label, or has no tokenizer.
         DataError: a prompt is a chat, and a reward model has no chat template.
     """
     rewards = (
@@ -295,10 +295,10 @@ def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -
     """Load rewards, monitored rewards and the environment.
 
     Args:
-        device: of reward models; None leaves reward models out.
+        device: device of the reward models; None leaves them out.
 
     Raises:
-        ValueError: one does not exist; options of turns without an environment.
+        ValueError: one does not exist; `max_turns` is set without an environment.
     """
 
     def load(rewards: Iterable[str | Reward], weights: Any = None) -> list[RewardTerm]:
@@ -348,11 +348,11 @@ def check_columns(terms: RewardTerms, source: str, columns: Sequence[str]) -> No
 
     Args:
         source: names the prompts in an error.
-        columns: without the prompt's own.
+        columns: without the prompt column.
 
     Raises:
-        DataError: a reward needs a column that is not there.
-        ValueError: a signature does not fit what it is called with.
+        DataError: a reward needs a missing column.
+        ValueError: a signature does not fit its call.
     """
     for term in terms.all:
         check_signature(term.name, inspect.signature(term.function), source, columns)
@@ -366,10 +366,10 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
     Args:
         make: makes an environment, or is an `Agent`.
         source: names the prompts in an error.
-        columns: without the prompt's own.
+        columns: without the prompt column.
 
     Raises:
-        ValueError: a signature does not fit what it is called with.
+        ValueError: a signature does not fit its call.
     """
     if isinstance(make, Agent):
         keywords = (*AGENT_ARGUMENTS, *columns)
@@ -405,12 +405,12 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
 def try_rewards(
     config: PPOConfig, terms: RewardTerms, row: dict[str, Any], calls: CallOptions
 ) -> None:
-    """Call each reward function that an option names once, on a prompt with a made-up response.
+    """Call each reward function of the options once, on a prompt with a made-up response.
 
     Models, URLs, and functions passed in Python are not called.
 
     Raises:
-        RewardError: it raised, or returned what cannot be trained on.
+        RewardError: a function raised, or returned no valid rewards.
     """
     for term in terms.all:
         if term.is_named_function:
@@ -424,5 +424,5 @@ def try_rewards(
 
 
 def failure_file(config: PPOConfig) -> Path:
-    """Return where the samples are written that a reward failed on."""
+    """Return the path of the samples of a failed reward."""
     return Path(config.output_dir) / "failed_reward.json"

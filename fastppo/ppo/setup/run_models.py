@@ -1,7 +1,6 @@
-"""The models of a run, made from its options: policy, value function and reference.
+"""Models of a run, made from its options: policy, value function and reference.
 
-They are made here alone, with their weights for training and without weights for a plan
-(`fastppo.ppo.plan.memory`), whose loader gives models of shapes.
+Training makes them with weights; `fastppo.ppo.plan.memory` makes the same models without.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from fastppo.ppo.options.config import PPOConfig
 
 
 class ModelLoader:
-    """Loads models in the run's dtype, with their weights, onto its device."""
+    """Load models in the run's dtype onto its device."""
 
     def __init__(self, config: PPOConfig, device: torch.device) -> None:
         self.config = config
@@ -45,7 +44,7 @@ class ModelLoader:
         self.dtype: torch.dtype = getattr(torch, config.param_dtype)
 
     def causal_lm(self, name: str, option: str) -> PreTrainedModel:
-        """The causal LM of a directory or hub name; `model` is quantized as the options say.
+        """Load the causal LM of a directory or hub name; `model` is quantized as in the options.
 
         Raises:
             ValueError: it cannot be loaded, or is quantized already.
@@ -56,8 +55,8 @@ class ModelLoader:
             config = model_config(name, option)
             if getattr(config, "quantization_config", None) is not None:
                 raise ValueError(
-                    f"model {name} is quantized already, which quantization=none does not train; "
-                    "pass its whole weights, and quantization=nf4 with LoRA"
+                    f"model {name} is quantized already, and quantization=none does not train it; "
+                    "pass the unquantized model, and quantization=nf4 with LoRA"
                 )
         settings = None
         if quantization != "none":
@@ -76,17 +75,17 @@ class ModelLoader:
         return model
 
     def classifier(self, name: str, option: str) -> PreTrainedModel:
-        """The sequence classifier of a directory or hub name."""
+        """Load the sequence classifier of a directory or hub name."""
         model, _ = load_whole(AutoModelForSequenceClassification, name, option, dtype=self.dtype)
         return model.to(self.device)  # type: ignore[arg-type]
 
 
 def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> ActorCritic:
-    """Policy and value function on `causal_lm`, which gets its adapters here.
+    """Build policy and value function on `causal_lm`, and add adapters to it.
 
     Raises:
         ValueError: the heads do not give the model's own logits; the value function does not fit;
-            what fp16 trains is not in fp32.
+            trained weights of fp16 are not in fp32.
     """
     peft = adapters_of(causal_lm, config)
     if config.gradient_checkpointing:
@@ -104,7 +103,7 @@ def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
         for name, parameter in policy.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 raise ValueError(
-                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
+                    "precision=fp16 scales gradients of fp32 weights, so trained weights must be "
                     f"float32, got {name} in {parameter.dtype}"
                 )
     return policy
@@ -113,10 +112,10 @@ def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
 def make_value_function(
     causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader
 ) -> ValueFunction:
-    """The value function that `value_model` names.
+    """Build the value function of `value_model`.
 
     Raises:
-        ValueError: the critic cannot be loaded, or does not read the policy's tokens.
+        ValueError: the critic cannot be loaded.
     """
     trunk: Any = causal_lm.base_model
     width = causal_lm.get_output_embeddings().weight.shape[1]
@@ -131,11 +130,10 @@ def make_value_function(
 
 
 def make_critic(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> CriticValue:
-    """A critic that starts as the policy, as an earlier critic of such a policy, or as the model of
-    `critic_model`.
+    """Build a critic from the policy, an earlier critic, or the model of `critic_model`.
 
     Raises:
-        ValueError: it cannot be loaded, or does not read the policy's tokens.
+        ValueError: it cannot be loaded.
     """
     name = config.critic_model
     if name is None:
@@ -160,10 +158,10 @@ def make_reference(
     *,
     model: PreTrainedModel | None = None,
 ) -> ReferencePolicy | None:
-    """The reference policy, or None where no KL needs a model.
+    """Build the reference policy; None if no KL needs a model.
 
     Args:
-        model: one that the trainer was handed; otherwise `reference_model`, or the policy.
+        model: a model passed to `PPOTrainer`; otherwise `reference_model`, or the policy.
 
     Raises:
         ValueError: the reference's vocabulary, or its logits, do not fit the policy's.
@@ -173,7 +171,7 @@ def make_reference(
     elif config.reference_model is not None:
         model = loader.causal_lm(config.reference_model, "reference_model")
     if model is None:
-        # The trunk without its adapters costs nothing, so its KL is always logged.
+        # Without adapters the trunk is the reference, at no cost, so its KL is always logged.
         is_free = policy.peft is not None
         return ReferencePolicy(policy) if config.wants_reference or is_free else None
     if config.reference_refresh:
@@ -188,13 +186,13 @@ def make_reference(
 def check_reference(
     reference: LanguageModel, policy: ActorCritic, tokenizer: Any, config: PPOConfig
 ) -> None:
-    """Raises ValueError where the KL to another model cannot be formed."""
+    """Raise ValueError if the KL to another model cannot be computed."""
     ref_head = reference.head
     head = policy.head
     if tokenizer is not None and ref_head.vocabulary < len(tokenizer):
         raise ValueError(
             f"the reference has a vocabulary of {ref_head.vocabulary} tokens and the policy's "
-            f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
+            f"tokenizer {len(tokenizer)}"
         )
     needs_exact_kl = "full" in (config.kl_estimator, config.kl_loss_estimator)
     has_same_logits = (

@@ -1,4 +1,4 @@
-"""Describe a run in a few lines: for `fastppo check`, and at the start of `fastppo train`."""
+"""Summary of a run, for `fastppo check` and at the start of `fastppo train`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastppo.ppo.setup.preflight import RunInputs
 
 
 def show(config: PPOConfig, inputs: RunInputs, console: Console) -> None:
-    """Print what `fastppo train` would run."""
+    """Print the run of `fastppo train`."""
     table = Table.grid(padding=(0, 2))
     for name, text in _lines(config, inputs):
         table.add_row(name, Text(text, overflow="fold"))
@@ -86,7 +86,7 @@ def _data(source: str, prompts: Prompts | None, column: str) -> str:
 
 
 def banner(trainer: Any) -> list[str]:
-    """Return the lines that a run prints before its first iteration.
+    """Return the lines to print before the first iteration.
 
     Args:
         trainer: a `PPOTrainer`.

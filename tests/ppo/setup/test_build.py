@@ -253,5 +253,5 @@ def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "config.json"
     kind = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind}))
-    with pytest.raises(ValueError, match="is quantized already, which quantization=none does not"):
+    with pytest.raises(ValueError, match="is quantized already, and quantization=none does not"):
         build(PPOConfig(**tiny.options(tmp_path, model=name)), Given())

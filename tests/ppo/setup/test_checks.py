@@ -141,8 +141,8 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
     ("options", "sentence"),
     [
         ({"warmup_steps": 99}, "warmup_steps=99: the run has"),
-        ({"top_k": 5}, "top_k and top_p keep tokens from being drawn"),
-        ({"top_p": 0.9}, "top_k and top_p keep tokens from being drawn"),
+        ({"top_k": 5}, "top_k and top_p exclude tokens"),
+        ({"top_p": 0.9}, "top_k and top_p exclude tokens"),
     ],
 )
 def test_options_that_are_legal_and_odd_are_told(
