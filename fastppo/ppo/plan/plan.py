@@ -49,7 +49,7 @@ class Plan:
         unit, size_of_unit = unit_of(self)
         need = f"{self.peak.total / size_of_unit:.3g} {unit} at its peak, the {self.peak.name}"
         part, size = max(self.peak.parts.items(), key=lambda item: item[1])
-        largest = f"; most of it, {size / size_of_unit:.3g} {unit}, is {part}"
+        largest = f"; the largest part, {part}, is {size / size_of_unit:.3g} {unit}"
         if self.run.memory is None:
             return f"needs {need}{largest}; `fastppo plan --memory GB` says whether that fits"
         fits = "fits" if self.fits else "does not fit"

@@ -165,12 +165,12 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     need = f"{make_plan(config, PROMPT).peak.total / 1e6:.3g} MB"  # as the table has it
     assert cli.main([*flags, "--memory", "80"]) == 0
     shown = capsys.readouterr().out
-    assert f"fits 80 GB: {need} at its peak, the update; most of it, " in shown
+    assert f"fits 80 GB: {need} at its peak, the update; the largest part, " in shown
     for word in ("policy weights", "optimiser states", "rollout", "logits"):
         assert word in shown
     assert cli.main(flags) == 0
     shown = capsys.readouterr().out
-    assert f"needs {need} at its peak, the update; most of it, " in shown
+    assert f"needs {need} at its peak, the update; the largest part, " in shown
     assert "`fastppo plan --memory GB` says whether that fits" in shown
     assert cli.main([*flags, "--memory", "0.0001"]) == 0
     assert "does not fit 0.0001 GB" in capsys.readouterr().out
