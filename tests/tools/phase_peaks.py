@@ -1,4 +1,4 @@
-"""What a process of a run holds, by phase as torch's CPU allocator reports it and by part."""
+"""Memory of a run, measured by torch's CPU allocator: peaks by phase, and lasting parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX = "phase/"
 
 
 def llama(**more: Any) -> LlamaConfig:
-    """Large enough for weights and activations to be all that counts."""
+    """Return a config large enough for weights and activations to dominate."""
     options = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -43,7 +43,7 @@ def llama(**more: Any) -> LlamaConfig:
 
 
 def options(tmp_path: Path, **more: Any) -> PPOConfig:
-    """A run whose responses are all as long as they may be, on a model that has a config alone."""
+    """Return options of a run with responses of full length, on a model with a config only."""
     llama().save_pretrained(tmp_path / "model")
     return PPOConfig(
         **{
@@ -65,13 +65,13 @@ class Measured(NamedTuple):
     """Bytes of one process."""
 
     peaks: dict[str, int]
-    """By phase, the most that is held in two iterations."""
+    """Peak by phase over two iterations."""
     parts: dict[str, int]
-    """By part, what lasts from one iteration to the next."""
+    """Lasting parts."""
 
 
 class RecordedPhases(PhaseTimer):
-    """Names the phases of an iteration in a profile."""
+    """Name the phases of an iteration in a profile."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -83,7 +83,7 @@ class RecordedPhases(PhaseTimer):
 def _without_onednn() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
-    gc.collect()  # or what an earlier test left is given back during this one
+    gc.collect()  # garbage of earlier tests would be freed during this one
     try:
         yield
     finally:
@@ -91,10 +91,10 @@ def _without_onednn() -> Iterator[None]:
 
 
 def measured(config: PPOConfig) -> Measured:
-    """A run of two iterations, as this process sees it.
+    """Measure two iterations of a run in this process.
 
-    The profiler does not see what other threads release: where gloo's have to, a peak is too high.
-    Without oneDNN, which borrows room for a product according to the CPU's instruction set.
+    The profiler does not see memory freed by other threads, so peaks with gloo may be too high.
+    oneDNN is off: its buffers depend on the CPU's instruction set.
     """
     with (
         _without_onednn(),
@@ -106,7 +106,7 @@ def measured(config: PPOConfig) -> Measured:
             config,
             model=AutoModelForCausalLM.from_config(llama(), dtype=dtype),
             tokenizer=tiny.tokenizer(),
-            # Different ones: of the same prompt several rows are read once.
+            # All different, since equal prompts are read once.
             prompts=[
                 {"prompt": " ".join([f"w{1 + row}"] * PROMPT)}
                 for row in range(config.rollout_batch_size)
@@ -115,7 +115,7 @@ def measured(config: PPOConfig) -> Measured:
             console=Console(quiet=True),
         )
         assert trainer.prompts is not None
-        for _ in range(2):  # the optimiser's states are there from the second rollout on
+        for _ in range(2):  # the optimiser states exist from the second rollout on
             trainer.iterate(trainer.prompts, config, RecordedPhases(config))
     return Measured(_peaks(profiled), _parts(trainer))
 

@@ -1,4 +1,4 @@
-"""The options of a run: what is refused, what a schedule moves, and what follows from them."""
+"""Options of a run: conflicts, schedules, and derived values."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ),
     ],
 )
-def test_options_that_are_wrong_without_an_effect_or_do_not_fit_are_refused(
+def test_options_that_are_wrong_or_conflict_or_have_no_effect_are_refused(
     options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
         PPOConfig(**options)
 
 
-def test_the_defaults_go_together_and_warn_of_what_can_be_read() -> None:
+def test_the_defaults_are_valid() -> None:
     config = PPOConfig()
     assert config.warn_if == tuple(WARNINGS)
     assert [str(parse_threshold(text)) for text in WARNINGS] == list(WARNINGS)
@@ -121,7 +121,7 @@ def test_the_defaults_go_together_and_warn_of_what_can_be_read() -> None:
 # -------------------------------------------------------------------------------------- schedules
 
 
-def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() -> None:
+def test_the_options_of_an_iteration_have_the_schedules_applied() -> None:
     config = PPOConfig(
         iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
     )
@@ -134,7 +134,7 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
         "schedule/entropy_coef": pytest.approx(0.3),
         "schedule/vf_coef": configs[1].vf_coef,
     }
-    assert config.entropy_coef == 0.4, "the run's options stay what they are"
+    assert config.entropy_coef == 0.4, "the options of the run do not change"
     assert replace(configs[3], entropy_coef=0.4, vf_coef=0.5) == config
 
 
@@ -152,5 +152,5 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
         ({"kl_coef": 0, "schedules": ["vf_coef=linear:0.1"]}, False),
     ],
 )
-def test_a_reference_model_is_wanted_where_a_kl_to_it_is_or_comes(options, wanted: bool) -> None:
+def test_a_reference_is_wanted_with_a_kl_now_or_later(options, wanted: bool) -> None:
     assert PPOConfig(**options).wants_reference == wanted

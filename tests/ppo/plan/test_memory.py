@@ -1,4 +1,4 @@
-"""A plan's peaks are those that torch's CPU allocator reports, its parts what a run holds."""
+"""Planned peaks agree with torch's CPU allocator, planned parts with the tensors of a run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fastppo.ppo.plan.plan import Plan, make_plan
 ROOT = Path(__file__).resolve().parents[2]
 
 TOLERANCE = 0.1
-"""What the peaks are held to; what a plan leaves out (tokens, masks, numbers per token) is smaller
-the larger the model is."""
+"""Relative tolerance of peaks. Tokens, masks and numbers per token are not planned, a smaller share
+of larger models."""
 
 TOLERANCE_OF_RANKS = 0.15
-"""Of two processes: FSDP's buffers are not counted one by one."""
+"""For two processes, since FSDP's buffers are not counted one by one."""
 
 
 PHASES = {"generate": "rollout", "update": "update"}
-"""The plan's names of an iteration's phases."""
+"""Phases of an iteration with their names in the plan."""
 
 
 def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
@@ -39,8 +39,7 @@ def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
 
 
 def assert_parts(plan: Plan, run: Measured) -> None:
-    """Each part that lasts is as planned; the optimiser counts its steps besides, and a shard may
-    have a row more."""
+    """Compare the lasting parts. Step counters of the optimiser and uneven shards are tolerated."""
     for part, size in run.parts.items():
         assert sizes(plan, "rollout")[part] == pytest.approx(size, rel=0.01, abs=1000), part
 
@@ -57,7 +56,7 @@ def assert_parts(plan: Plan, run: Measured) -> None:
     ],
     ids=["full", "checkpointing", "lora", "critic", "bf16", "masters"],
 )
-def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> None:
+def test_a_plan_agrees_with_a_run(more: dict[str, Any], tmp_path: Path) -> None:
     config = options(tmp_path, **more)
     run = measured(config)
     plan = make_plan(config, PROMPT)
@@ -68,20 +67,20 @@ def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> Non
     assert plan.peak.total == pytest.approx(max(run.peaks.values()), rel=TOLERANCE)
 
 
-def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> None:
+def test_a_plan_of_two_processes_agrees_with_a_run(tmp_path: Path) -> None:
     config = options(tmp_path, microbatch_size=4)
     run = ranks.run(2, measured, tmp_path / "ranks", config)
     plan = make_plan(config, PROMPT, processes=2)
     assert_parts(plan, run)
     for name, phase in PHASES.items():
-        # A measured peak may be too high (see `measured`); no plan is above what is there.
+        # A measured peak may be too high (see `measured`), so only the upper bound is checked.
         assert sum(sizes(plan, phase).values()) <= (1 + TOLERANCE_OF_RANKS) * run.peaks[name], name
 
 
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def test_a_smaller_microbatch_takes_less_until_a_batch_has_no_more(tmp_path: Path) -> None:
+def test_a_smaller_microbatch_needs_less_memory(tmp_path: Path) -> None:
     def activations(size: int) -> int:
         config = options(tmp_path, microbatch_size=size)
         return sizes(make_plan(config, PROMPT))["activations"]
@@ -106,7 +105,7 @@ def test_a_smaller_microbatch_takes_less_until_a_batch_has_no_more(tmp_path: Pat
     ],
     ids=str,
 )
-def test_an_option_moves_the_part_that_it_is_of(
+def test_an_option_changes_its_part(
     more: dict[str, Any], part: str, sign: int, tmp_path: Path
 ) -> None:
     plain, other = (
@@ -115,7 +114,7 @@ def test_an_option_moves_the_part_that_it_is_of(
     assert sign * (other[part] - plain[part]) > 0
 
 
-def test_a_reward_model_counts_if_its_config_can_be_read(tmp_path: Path) -> None:
+def test_a_reward_model_with_a_readable_config_is_counted(tmp_path: Path) -> None:
     LlamaForSequenceClassification(llama(num_labels=1)).save_pretrained(tmp_path / "rm")
     rewards = [str(tmp_path / "rm"), "reward.py:score", str(tmp_path / "absent")]
     plan = make_plan(options(tmp_path, rewards=rewards), PROMPT)
@@ -127,7 +126,7 @@ def test_a_reward_model_counts_if_its_config_can_be_read(tmp_path: Path) -> None
 
 
 def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
-    """Of a causal LM whose head reads another width than its embeddings have."""
+    """For a causal LM with different widths of head and embeddings."""
     OPTForCausalLM(
         OPTConfig(
             vocab_size=512,
@@ -149,8 +148,8 @@ def test_with_servers_no_cache_is_planned(tmp_path: Path) -> None:
     assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
 
 
-def test_an_episode_is_no_longer_than_the_context(tmp_path: Path) -> None:
-    """Of 2048 tokens, in which eight turns of 500 have no room."""
+def test_an_episode_ends_at_the_context(tmp_path: Path) -> None:
+    """Eight turns of 500 tokens do not fit into 2048."""
     turns = {"environment": "game.py:Game", "max_turns": 8, "max_new_tokens": 500}
     assert make_plan(options(tmp_path, **turns), PROMPT).run.tokens == 2048
 
@@ -158,7 +157,7 @@ def test_an_episode_is_no_longer_than_the_context(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- what is printed
 
 
-def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, capsys) -> None:
+def test_the_command_prints_parts_phases_and_a_summary(tmp_path: Path, capsys) -> None:
     config = options(tmp_path)
     config.save(tmp_path / "run.yaml")
     flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
@@ -177,14 +176,14 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     assert "16 sequences of 12 + 4 tokens, 8 at a time" in shown
 
 
-def test_a_gpu_is_planned_for_where_there_is_none(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     flags = ["plan", "--model", options(tmp_path).model, "--prompt_tokens", "12"]
     assert cli.main([*flags, "--device", "cuda"]) == 0
     assert "`fastppo plan --memory GB` says whether that fits" in capsys.readouterr().out
 
 
-def test_shards_count(tmp_path: Path, capsys) -> None:
+def test_shards_divide_the_optimizer_states(tmp_path: Path, capsys) -> None:
     model = options(tmp_path).model
     flags = ["plan", "--model", model, "--device", "cpu", "--prompt_tokens", "12"]
     weights = {}
@@ -216,7 +215,7 @@ def test_a_plan_that_cannot_be_made_is_refused(
 
 @pytest.mark.slow
 def test_the_config_of_a_full_7b_fits_eight_gpus(tmp_path: Path, capsys) -> None:
-    """Of Qwen2.5-7B's shape; as the file says it is planned."""
+    """With Qwen2.5-7B's shape, planned as in the file's comment."""
     Qwen2Config(
         hidden_size=3584,
         intermediate_size=18944,

@@ -1,4 +1,4 @@
-"""What a run is made of: each option builds what it names, and what does not fit is refused."""
+"""Parts of a run, built from its options; parts that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runs import make_trainer
 
 
 def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
-    """On a tiny model; `options` are those of the config, or what `build` is handed."""
+    """Build a run on a tiny model; `options` are fields of the config or of `Given`."""
     handed: dict[str, Any] = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
     names = (
         "model",
@@ -49,12 +49,12 @@ def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunCo
         ({"value_model": "critic"}, CriticValue),
     ],
 )
-def test_the_value_function_is_the_one_that_is_named(options, kind: type, tmp_path: Path) -> None:
+def test_value_model_chooses_the_value_function(options, kind: type, tmp_path: Path) -> None:
     assert type(_build(tmp_path, **options).model.value_function) is kind
 
 
 @pytest.mark.parametrize("saved", ["reward", "causal"])
-def test_a_critic_starts_from_the_model_that_is_named(saved: str, tmp_path: Path) -> None:
+def test_a_critic_starts_from_critic_model(saved: str, tmp_path: Path) -> None:
     if saved == "reward":
         name = tiny.saved_reward_model(tmp_path / "critic")
     else:
@@ -68,10 +68,10 @@ def test_a_critic_starts_from_the_model_that_is_named(saved: str, tmp_path: Path
         own["layers.0.mlp.up_proj.weight"], critic["layers.0.mlp.up_proj.weight"]
     )
     started = model.value_function.head.weight.abs().max().item() > 0
-    assert started == (saved == "reward"), "a reward model brings its head"
+    assert started == (saved == "reward"), "only a reward model has a head"
 
 
-def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
+def test_sampling_follows_the_options(tmp_path: Path) -> None:
     sampling = _build(
         tmp_path, max_new_tokens=5, temperature=0.7, top_k=9, top_p=0.9, stop_token_ids=[7, 8]
     ).sampling
@@ -82,7 +82,7 @@ def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
     assert _build(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
 
 
-def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_path: Path) -> None:
+def test_the_engine_samples_from_the_policy_unless_another_is_given(tmp_path: Path) -> None:
     components = _build(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
     assert isinstance(components.engine, DecoderEngine)
     assert components.engine.policy is components.model
@@ -96,7 +96,7 @@ def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_p
     assert _build(tmp_path, engine=engine).engine is engine
 
 
-def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -> None:
+def test_rewards_get_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -> None:
     (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
     spec = f"{tmp_path}/many.py:one"
     scorer = _build(
@@ -118,7 +118,7 @@ def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -
 # ------------------------------------------------------------------------------------ the reference
 
 
-def test_no_reference_is_held_where_no_kl_is_asked_for(tmp_path: Path) -> None:
+def test_without_a_kl_there_is_no_reference(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, kl_coef=0.0)
     assert trainer.reference is None
     assert "kl" not in trainer.train()
@@ -168,7 +168,7 @@ def _short_model(directory: Path, tokens: int) -> str:
     return str(directory)
 
 
-def test_the_context_is_the_least_of_policy_reference_and_critic(tmp_path: Path) -> None:
+def test_the_context_is_the_shortest_of_policy_reference_and_critic(tmp_path: Path) -> None:
     assert _build(tmp_path).context == tiny.CONTEXT
     nine, ten = (_short_model(tmp_path / str(n), n) for n in (9, 10))
     critic = {"value_model": "critic", "critic_model": ten}
@@ -187,7 +187,7 @@ def test_a_critic_with_a_short_context_shortens_the_prompts(tmp_path: Path) -> N
 # -------------------------------------------------------------------------------- what does not fit
 
 
-def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     large = tiny.tokenizer()
     large.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(ValueError, match="vocabulary mismatch: the tokenizer has 93 tokens"):
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
         ({"ptx_coef": 1.0, "ptx_data": "t.jsonl", "ptx_block_size": 65}, "ptx_block_size=65 is l"),
     ],
 )
-def test_a_part_that_cannot_be_is_refused(
+def test_options_that_do_not_fit_the_parts_are_refused(
     options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -233,9 +233,7 @@ def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_frozen_weights_of_a_bf16_run_are_in_bf16_and_trained_ones_are_not(
-    lora: int, tmp_path: Path
-) -> None:
+def test_with_bf16_frozen_weights_are_bf16_and_trained_ones_fp32(lora: int, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", lora_rank=lora, kl_coef=0.1)
     frozen = trainer.reference.frozen or trainer.model
     dtypes = {m.weight.dtype for m in frozen.causal_lm.base_model.modules() if _is_frozen(m)}
@@ -248,7 +246,7 @@ def _is_frozen(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) and not module.weight.requires_grad
 
 
-def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     name = tiny.saved_model(tmp_path)
     path = tmp_path / "config.json"
     kind = {"quant_method": "bitsandbytes", "load_in_4bit": True}

@@ -1,4 +1,4 @@
-"""Checks before a run."""
+"""The self-check before the first update."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from fastppo.ppo.setup.checks import (
 )
 from runs import Watched, make_trainer
 
-# ----------------------------------------------------------------------------------- before a run
 
-
-def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> None:
+def test_a_reference_with_other_weights_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     assert trainer.prompts is not None
     assert trainer.reference is not None
@@ -34,7 +32,7 @@ def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> No
         self_check(trainer)
 
 
-def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None:
+def test_a_sampler_of_another_policy_is_refused(tmp_path: Path) -> None:
     def lower(rollout, *_) -> None:
         rollout.logprobs = [logprobs - 0.5 for logprobs in rollout.logprobs]
 
@@ -44,7 +42,7 @@ def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None
         trainer.train()
 
 
-def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_path: Path) -> None:
+def test_the_self_check_is_short_and_leaves_the_random_state(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_new_tokens=20)
     asked = []
 
@@ -65,16 +63,15 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
 
 
 def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
-    """Scales the lm-head so that the largest logit of the batch has this size, as trained models'
-    have."""
+    """Scale the lm-head to a largest logit of this size, as in trained models."""
     with torch.no_grad(), model.autocast():
         now = model.head.logits(model.hidden(batch.layout())).abs().max()
         model.head.weight.mul_(largest / now)
 
 
 @pytest.mark.parametrize("largest", [8, 67])
-def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_path: Path) -> None:
-    """One step of bf16 is 0.125 for logits between 16 and 32, so no fixed bound fits them all."""
+def test_large_logits_pass_in_bf16(largest: float, tmp_path: Path) -> None:
+    """bf16 logits between 16 and 32 are 0.125 apart, so no fixed tolerance fits all models."""
     trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
     few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
     rollout = trainer.engine.generate(few, trainer.sampling)
@@ -92,9 +89,7 @@ def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_pat
 
 @pytest.mark.parametrize("largest", [8, 67])
 @pytest.mark.parametrize("mistake", ["positions", "weights"])
-def test_a_real_mistake_is_refused_under_bf16_too(
-    mistake: str, largest: float, tmp_path: Path
-) -> None:
+def test_a_real_mistake_is_refused_in_bf16(mistake: str, largest: float, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
     few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
     batch = Batch.of(few, trainer.engine.generate(few, trainer.sampling).tokens)
@@ -106,7 +101,7 @@ def test_a_real_mistake_is_refused_under_bf16_too(
         with torch.no_grad():
             if mistake == "weights":
                 other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
-            # More than bf16 rounds, in this model with these responses.
+            # A larger effect than rounding in bf16.
             shift = 17 if mistake == "positions" else 0
             for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
                 ids = torch.tensor([prompt + response])
@@ -121,8 +116,8 @@ def test_a_real_mistake_is_refused_under_bf16_too(
         self_check(trainer)
 
 
-def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path: Path) -> None:
-    """An engine that tells only what it drew from: higher is a restriction, lower a mistake."""
+def test_top_k_may_raise_the_samplers_logprobs(tmp_path: Path) -> None:
+    """With restricted logprobs only, higher ones are valid and lower ones a mistake."""
     trainer = make_trainer(tmp_path, top_k=5)
     added = 0.0
 
@@ -145,7 +140,7 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
         ({"top_p": 0.9}, "top_k and top_p exclude tokens"),
     ],
 )
-def test_options_that_are_legal_and_odd_are_told(
+def test_unusual_options_get_a_warning(
     options: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     told = []
