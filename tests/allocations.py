@@ -1,7 +1,6 @@
-"""What a piece of work allocates: the tensors that its operations return, and what is live at once.
+"""Memory allocated by a function: the tensors that its operations return, and the live total.
 
-What a BLAS or a library borrows inside an operation is its own affair, and differs from CPU to CPU:
-it is not counted.
+Workspace of a BLAS or a library inside an operation differs between CPUs and is not counted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
 
 
 def _transparent(operator: Operator, **operands: Any) -> Any:
-    """In place of a custom operator, which would show no operation inside."""
+    """Replace a custom operator, which would hide the operations inside."""
     compute = operator.choose(**operands)
     del operands["backend"]
     with torch.no_grad():
@@ -51,7 +50,7 @@ def _transparent(operator: Operator, **operands: Any) -> Any:
 
 
 def allocations(work: Callable[[], Any]) -> tuple[int, int]:
-    """(largest single allocation, peak above what was live before) of `work`, bytes."""
+    """Return (largest single allocation, peak above the live memory before) of `work`, bytes."""
     with pytest.MonkeyPatch.context() as patch, _Watch() as watch:
         patch.setattr(Operator, "__call__", _transparent)
         work()

@@ -1,4 +1,4 @@
-"""The inputs that tests draw, and what the definition says of them under the public keywords."""
+"""Random inputs of tests, and the definition's results for the public keywords."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def wide(value: Any) -> Any:
-    """The same numbers in fp64."""
+    """Convert to fp64."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def as_softmax(
     temperature: float | Tensor = 1.0, logit_scale: float = 1.0, softcap: float | None = None
 ) -> Softmax:
-    """Of the public keywords, in fp64."""
+    """Convert the public keywords to a Softmax in fp64."""
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         return Softmax(1.0, temperature.double().reshape(-1), logit_scale, softcap)
     return Softmax(float(temperature), None, logit_scale, softcap)
@@ -35,7 +35,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, **keywords: Any) -> Tensor:
 
 
 class Exact(NamedTuple):
-    """What the definition says in fp64: loss () is differentiable, the others [N] are not."""
+    """The definition's results in fp64: loss () is differentiable, the others [N] are not."""
 
     loss: Tensor
     logprobs: Tensor
@@ -64,7 +64,7 @@ def exact(
     importance_weights: Tensor | None = None,
     **softmax_keywords: Any,
 ) -> Exact:
-    """PPO's loss over [N, V] rows that all count, for the public keywords."""
+    """Return PPO's loss over [N, V] counted rows, for the public keywords."""
     low, high = clip_range(clip_ratio)
     if ref_logits is not None and ref_logprobs is None and kl_estimator != "full":
         ref_logprobs = token_logprobs(ref_logits, tokens, **softmax_keywords)
@@ -112,7 +112,7 @@ def metrics(
     importance_weights: Tensor | None = None,
     objective: str = "clip",
 ) -> dict[str, float]:
-    """Every metric token by token in a Python loop, over rows that all count."""
+    """Return every metric, token by token in a Python loop."""
     low, high = clip_range(None if objective == "sapo" else clip_ratio)
     names = ("above_positive", "below_positive", "above_negative", "below_negative")
     corners = dict.fromkeys(names, 0)
@@ -170,7 +170,7 @@ def metrics(
 
 
 class Batch(NamedTuple):
-    """N tokens of a policy that has moved away from the rollout's: ratios on both sides of 1."""
+    """N tokens of a policy that has moved away from the old policy: ratios on both sides of 1."""
 
     logits: Tensor
     tokens: Tensor
@@ -184,7 +184,8 @@ class Batch(NamedTuple):
 def batch(
     shape: tuple[int, ...], vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Batch:
-    """Of six tokens four lie outside the clip range, one in each corner of (ratio, sign of A)."""
+    """Draw a batch. Four of six tokens are outside the clip range, one in each corner of (ratio,
+    sign of A)."""
     g = torch.Generator().manual_seed(seed)
     per_token = torch.float64 if dtype == torch.float64 else torch.float32
     logits = torch.randn(*shape, vocab, generator=g, dtype=torch.float64).mul(2).to(dtype)
@@ -199,7 +200,7 @@ def batch(
 
 
 def like(x: Tensor, seed: int, scale: float = 1.0, positive: bool = False) -> Tensor:
-    """A draw of the shape of x, in fp32 (fp64 for fp64)."""
+    """Draw a tensor of the shape of x, in fp32 (fp64 for fp64)."""
     g = torch.Generator().manual_seed(seed)
     draw = torch.randn(x.shape, generator=g, dtype=torch.float64) * scale
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -207,7 +208,7 @@ def like(x: Tensor, seed: int, scale: float = 1.0, positive: bool = False) -> Te
 
 
 def options(n: Batch, name: str) -> dict[str, Any]:
-    """Named sets of keywords, one for each term of the loss and each change of the softmax."""
+    """Return named sets of keywords, one per term of the loss and per change of the softmax."""
     ref = {"ref_logprobs": n.old_logprobs + like(n.old_logprobs, 7, 0.3)}
     ref_logits = {"ref_logits": n.logits.detach() + like(n.logits, 8, 0.5).to(n.logits.dtype)}
     per_token = like(n.old_logprobs, 9, 0.5, positive=True) + 0.3
@@ -276,11 +277,11 @@ TERMS = (
 
 
 DETACHED = ("cispo", "gspo", "dis")
-"""Those of which a part has no gradient, so that finite differences show another one."""
+"""Terms with detached parts, for which finite differences give another gradient."""
 
 
 def as_linear(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Reference logits as the output of an identity head."""
+    """Express reference logits as the output of an identity head."""
     keywords = dict(keywords)
     ref_logits = keywords.pop("ref_logits", None)
     if ref_logits is not None:
@@ -292,6 +293,6 @@ def as_linear(keywords: dict[str, Any]) -> dict[str, Any]:
 def head(
     shape: tuple[int, ...], vocab: int, width: int, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """[hidden (*shape, width), weight, bias], leaves."""
+    """Return [hidden (*shape, width), weight, bias], leaves."""
     parts = (torch.randn(*shape, width), torch.randn(vocab, width), torch.randn(vocab))
     return [x.to(dtype).requires_grad_() for x in parts]

@@ -1,8 +1,8 @@
-"""The published formulas, transcribed from the papers in fp64 NumPy. Slow, and plain on purpose.
+"""The published formulas, transcribed from the papers in plain fp64 NumPy.
 
-Sums are written as the papers write them (GAE as the explicit sum over future residuals, a softmax
-as a quotient of exponentials), so that no trick of the implementation is shared with it. Losses are
-negated objectives: the papers maximise.
+Sums are written as in the papers (GAE as the explicit sum over future residuals, a softmax as a
+quotient of exponentials), so they share no technique with the implementation. The papers maximise;
+losses are negated.
 
     GAE        Schulman et al. 2016, "High-dimensional continuous control using generalized
                advantage estimation", eq. 11-16
@@ -60,7 +60,7 @@ def sampled_kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:
 def ratio_weighted_kl(
     logprobs: Array, old_logprobs: Array, ref_logprobs: Array, estimator: str
 ) -> Array:
-    """π/π_old times the estimate: of k3, π_θ/π_old·(π_ref/π_θ − log(π_ref/π_θ) − 1)."""
+    """π/π_old times the estimate; for k3, π_θ/π_old·(π_ref/π_θ − log(π_ref/π_θ) − 1)."""
     ratio = np.exp(logprobs) / np.exp(old_logprobs)
     return ratio * sampled_kl(logprobs, ref_logprobs, estimator)
 
@@ -83,12 +83,12 @@ def clipped_surrogate(
 
 
 def cispo_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, float]) -> Array:
-    """What the advantage and log π are multiplied with, without a gradient: clip(r, 1−ε, 1+ε)."""
+    """The detached factor of the advantage and log π: clip(r, 1−ε, 1+ε)."""
     return np.clip(np.exp(logprobs) / np.exp(old_logprobs), 1 - clip[0], 1 + clip[1])
 
 
 def dis_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, float]) -> Array:
-    """Likewise: r where 1 − ε_low < r < 1 + ε_high, else 0."""
+    """The detached factor: r for 1 − ε_low < r < 1 + ε_high, otherwise 0."""
     ratio = np.exp(logprobs) / np.exp(old_logprobs)
     return np.where((ratio > 1 - clip[0]) & (ratio < 1 + clip[1]), ratio, 0.0)
 
@@ -96,14 +96,14 @@ def dis_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, flo
 def sapo_surrogate(
     logprobs: Array, old_logprobs: Array, advantages: Array, tau: tuple[float, float]
 ) -> Array:
-    """f(r)·A with f(x) = σ(τ(x − 1))·4/τ, τ the first where A > 0 and the second elsewhere."""
+    """f(r)·A with f(x) = σ(τ(x − 1))·4/τ, and the first τ for A > 0."""
     ratio = np.exp(logprobs) / np.exp(old_logprobs)
     taus = np.where(advantages > 0, *tau)
     return 4 / taus / (1 + np.exp(-taus * (ratio - 1))) * advantages
 
 
 def gspo_ratio(logprobs: Array, old_logprobs: Array) -> Array:
-    """s of one sequence: (π(y|x)/π_old(y|x))^(1/|y|)."""
+    """The ratio of one sequence: (π(y|x)/π_old(y|x))^(1/|y|)."""
     return np.exp((logprobs - old_logprobs).sum() / len(logprobs))
 
 
@@ -128,7 +128,7 @@ def total_loss(
 def gae(
     rewards: Array, values: Array, gamma: float, lam: float, end_value: float = 0.0
 ) -> tuple[Array, Array]:
-    """Of one sequence: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γV(s_{t+1}) − V(s_t); targets A+V."""
+    """A_t = Σ_l (γλ)^l δ_{t+l} of one sequence, δ_t = r_t + γV(s_{t+1}) − V(s_t); targets A+V."""
     length = len(values)
     following = np.append(values[1:], end_value)[:length]
     delta = rewards + gamma * following - values
@@ -149,7 +149,7 @@ def shaped_rewards(
 
 
 def whiten(x: Array, shift_mean: bool = True) -> Array:
-    """(x − mean)/sqrt(var + 1e-8), var with Bessel's correction; not shifted, the mean put back."""
+    """(x − mean)/sqrt(var + 1e-8) with Bessel's correction; without the shift, plus the mean."""
     white = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
     return white if shift_mean else white + x.mean()
 

@@ -1,10 +1,10 @@
-"""Rows of logits for tests of the row kernels: draws, records of flat keywords, tolerances.
+"""Rows of logits for tests of the row kernels: draws, records from flat keywords, tolerances.
 
-Statistics are fp32 sums of fp32 exponentials: 1e-5 nats, and 4 units in the last place of the value
-where that is more (a logprob of −300). A gradient in fp32 is off by at most 1e-5 of the row's
-largest entry, one in bf16 by one unit in the last place of the fp64 gradient rounded to bf16.
-Entropy and KL terms cross zero within a row; there the fp32 rule holds. Entries below the smallest
-normal fp32 number may be 0.
+Statistics are fp32 sums of fp32 exponentials: 1e-5 nats, or 4 units in the last place of larger
+values (a logprob of −300). An fp32 gradient is off by at most 1e-5 of the row's largest entry; a
+bf16 gradient by one unit in the last place of the fp64 gradient rounded to bf16, except that
+entropy and KL terms, which cross zero within a row, follow the fp32 rule. Entries below the
+smallest normal fp32 number may be 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLIPPED = {"lowest_ratio": 0.8, "highest_ratio": 1.2}
 
 
 class Operands(NamedTuple):
-    """What `ppo_loss` of the definition and of a backend takes."""
+    """The operands of `ppo_loss`, of the definition and of the backends."""
 
     logits: Tensor
     per_token: PerToken
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 def operands(arguments: dict[str, Any]) -> tuple[Operands, dict[str, Any]]:
-    """The records of flat keywords, and the keywords that are in none of them."""
+    """Return the records of flat keywords, and the remaining keywords."""
     rest = CLIPPED | arguments
     if isinstance(rest.get("temperature"), Tensor):
         rest["temperatures"] = rest.pop("temperature")
@@ -53,7 +53,7 @@ def operands(arguments: dict[str, Any]) -> tuple[Operands, dict[str, Any]]:
 
 
 def in_fp64(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers, so that the definition computes in fp64."""
+    """Convert to fp64, for the definition."""
     return {
         k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
         for k, v in arguments.items()
@@ -65,18 +65,18 @@ def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-    """[N] fp64."""
+    """Return the logprobs [N] in fp64."""
     return definition.token_stats(logits.double(), tokens, softmax).logprobs
 
 
 def draw(
     n: int, vocab: int, dtype: torch.dtype = torch.float32, *, seed: int = 0, spread: float = 3.0
 ) -> dict[str, Any]:
-    """Flat arguments of a loss near its clips: `logits` in `dtype`, the rest fp32."""
+    """Draw flat arguments of a loss near its clips: `logits` in `dtype`, the others fp32."""
     g = torch.Generator().manual_seed(seed)
     logits = (torch.randn(n, vocab, generator=g) * spread).to(dtype)
     tokens = torch.randint(vocab, (n,), generator=g)
-    # Behaviour close to the policy, so that both sides of each clip are met.
+    # Old logprobs near the policy's, on both sides of each clip.
     logprobs = logprobs_of(logits, tokens)
     return {
         "logits": logits,
@@ -120,8 +120,11 @@ TERMS: dict[str, dict[str, Any]] = {
 def arguments_of(
     term: str, vocab: int = 37, dtype: torch.dtype = torch.float32, change: str = ""
 ) -> dict[str, Any]:
-    """Flat ones: logits in `dtype`, the rest in fp32. "masked": rows of weight 0, which hold NaN in
-    everything; "far": ratios and references on both sides of every bound, and at their limits."""
+    """Draw flat arguments of a term: logits in `dtype`, the others fp32.
+
+    "masked": rows of weight 0 with NaN everywhere. "far": ratios and references on both sides of
+    every bound, and at their limits.
+    """
     given = draw(N, vocab, dtype) | TERMS[term]
     logprobs = logprobs_of(given["logits"], given["tokens"], operands(given)[0].softmax).float()
     given["old_logprobs"] = logprobs + 0.3 * torch.randn(N)
@@ -145,18 +148,18 @@ def arguments_of(
 
 
 def peaked(x: Tensor, tokens: Tensor, nats: float) -> None:
-    """The token's probability is e^{-nats} below 1."""
+    """Set the token's probability to about 1 − e^{-nats}."""
     others = x.scatter(1, tokens[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     x.scatter_(1, tokens[:, None], others + nats)
 
 
 def peaked_elsewhere(x: Tensor, tokens: Tensor, nats: float) -> None:
-    """So much above what is likeliest."""
+    """Raise another column by `nats` above the maximum."""
     x[:, 1200] = x.amax(-1) + nats
 
 
 def ruled_out(x: Tensor, tokens: Tensor, fill: float) -> None:
-    """All but the token; every second column, a token among them; whole tiles."""
+    """Rule out all but the token; every second column, including a token; whole tiles."""
     x[0] = fill
     x[0, tokens[0]] = 1.0
     x[1:, ::2] = fill
@@ -180,7 +183,7 @@ def a_logit_of(x: Tensor, tokens: Tensor, fill: float) -> None:
 LOWEST = torch.finfo(torch.float32).min
 CHANGES: dict[str, tuple[Callable[[Tensor, Tensor, float], None], float]] = {
     "peaked by 12 nats": (peaked, 12.0),
-    # At 30 the definition in fp64 has lost five digits of its 1 − p, too.
+    # At 30 nats even fp64 loses five digits of 1 − p.
     "peaked by 20 nats": (peaked, 20.0),
     "peaked by 5 nats elsewhere": (peaked_elsewhere, 5.0),
     "peaked by 20 nats elsewhere": (peaked_elsewhere, 20.0),
@@ -196,22 +199,22 @@ CHANGES: dict[str, tuple[Callable[[Tensor, Tensor, float], None], float]] = {
     "a row of inf": (a_row_of, torch.inf),
     "a NaN whose sign bit is set": (a_logit_of, math.copysign(torch.nan, -1.0)),
 }
-"""What is done to rows that are drawn, and with which number."""
+"""Changes of drawn rows, and their number."""
 
 EDGES = [
     (case, softcap)
     for case in CHANGES
     for softcap in (None, 5.0)
-    if softcap is None or "000" not in case  # far beyond the cap fp64 has no slope left
+    if softcap is None or "000" not in case  # far beyond the cap even fp64 has no slope
 ]
 
 
 def at_the_edge(case: str, softcap: float | None) -> tuple[dict[str, Any], StatsGradients]:
-    """Arguments of a loss of such rows, and gradients of their statistics. With a cap the rows do
-    not lie on 16 bytes."""
+    """Return the arguments of a loss of such rows, and gradients of their statistics. Rows with a
+    cap are not 16-byte aligned."""
     given = draw(5, 2064 if softcap is None else 2051)
     given |= {"entropy_coef": -0.1, "softcap": softcap}
-    given["advantages"].abs_()  # of the entropy's sign: no term cancels another
+    given["advantages"].abs_()  # the entropy's sign, so that no terms cancel
     change, number = CHANGES[case]
     change(given["logits"], given["tokens"], number)
     logprobs = logprobs_of(given["logits"], given["tokens"], operands(given)[0].softmax)
@@ -231,8 +234,8 @@ def assert_statistic(got: Tensor, want: Tensor, name: str) -> None:
 def assert_gradient(
     got: Tensor, want: Tensor, *, one_signed: bool = False, allowance: Tensor | None = None
 ) -> None:
-    """`one_signed`: no term crosses zero within a row, so that bf16 has no fp32 allowance.
-    `allowance` [N, V]: what an entry may be off by besides."""
+    """`one_signed`: no term crosses zero within a row, so bf16 gets no fp32 tolerance. `allowance`
+    [N, V]: additional tolerance per entry."""
     dtype = got.dtype
     got, want = got.detach().cpu().double(), want.cpu().double()
     assert torch.equal(got.isnan(), want.isnan())
@@ -261,10 +264,10 @@ def assert_gradient(
 def assert_loss(
     got: PPORows, want: PPORows, *, one_signed: bool, allowance: Tensor | None = None
 ) -> None:
-    """`want` in fp64; `one_signed` and `allowance` as of `assert_gradient`."""
+    """`want` is in fp64; `one_signed` and `allowance` are those of `assert_gradient`."""
     for name in ("logprobs", "entropy"):
         assert_statistic(getattr(got, name), getattr(want, name), name)
-    # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
+    # e^{−d} multiplies the error of the logprob: relative to 1 + |KL|.
     scale = 1 + want.kl.abs().nan_to_num(0.0, 0.0)
     assert_statistic(got.kl.cpu() / scale, want.kl / scale, "kl")
     scale = 1 + want.sums.abs().nan_to_num(0.0, 0.0)
@@ -286,7 +289,7 @@ def defined_statistics(
     upstream: StatsGradients,
     ref_logits: Tensor | None = None,
 ) -> tuple[StatsRows, Tensor]:
-    """(the definition's statistics in fp64, the gradient of the logits by `upstream`)."""
+    """Return (the definition's statistics in fp64, the gradient of the logits for `upstream`)."""
 
     def widened(record: Any) -> Any:
         return type(record)(*(x.double() if isinstance(x, Tensor) else x for x in record))

@@ -1,4 +1,4 @@
-"""What the tests of the functions run under."""
+"""Settings of the tests of functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from fastppo_kernels.torch import rows as torch_rows
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_chunks() -> Iterator[None]:
-    """fp64, which the torch backend has, is computed in chunks of some rows and a last one of
-    fewer."""
+    """Compute fp64 on the torch backend in several chunks of rows, the last one smaller."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_rows, "CHUNK_ELEMENTS", 40)
         yield

@@ -1,9 +1,9 @@
-"""GAE, reward shaping and whitening: against the textbook loop, NumPy, and themselves repacked.
+"""GAE, reward shaping and whitening against a textbook loop, NumPy, and other layouts of the same
+data.
 
-`gae` sums in fp64 and casts once: against fp64 it is within an fp32 rounding, 1e-6 of the largest
-entry. Layouts (padded, packed, with gaps, without) are laid end to end before the sum, so between
-layouts nothing may differ at all; but for whitening without given moments, which adds up rows
-first.
+`gae` sums in fp64 and casts once, so it is within an fp32 rounding of fp64: 1e-6 of the largest
+entry. Layouts (padded, packed, with and without gaps) are concatenated before the sum and must
+agree exactly, except for whitening without given moments, which adds up rows first.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def test_advantages_are_constants_of_the_loss() -> None:
 # --------------------------------------------------------------------------------- reward shaping
 
 
-def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> None:
-    """λ = γ = 1 and no values: the return is the score up to the last unmasked token, then 0."""
+def test_the_score_is_on_the_last_response_token() -> None:
+    """With λ = γ = 1 and no values, returns are the score up to the last unmasked token, then 0."""
     mask = prefix_mask(LENGTHS, T)
     mask[0, 8] = False  # the last token
     mask[4, 2] = False  # a gap
@@ -79,7 +79,7 @@ def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> Non
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_whiten_is_the_masked_standard_score(shift_mean: bool) -> None:
-    """Whatever stands where the mask leaves out."""
+    """Masked entries may hold anything."""
     mask = prefix_mask(LENGTHS, T)
     x = 3 * torch.randn(B, T, dtype=torch.float64) + 5
     expected = np.zeros((B, T))
@@ -100,13 +100,13 @@ def test_whitening_few_or_equal_numbers_stays_finite(count: int) -> None:
     ("shape", "scale", "mean"),
     [
         *(((64,), scale, 0.0) for scale in (1e-20, 1e10, 1e20, 1e30)),
-        # Numbers whose sum leaves fp32, two of them and many.
+        # Numbers whose sum overflows fp32, two of them and many.
         *((shape, 3e37, 3e38) for shape in ((1, 2), (2, 4096))),
-        # Σx² − n·mean² cancels: in fp32 nothing would be left.
+        # Σx² − n·mean² cancels completely in fp32.
         ((1000,), 1.0, 1e5),
     ],
 )
-def test_whitening_stands_numbers_whose_sums_leave_fp32_or_cancel_there(
+def test_whitening_handles_sums_that_overflow_or_cancel_in_fp32(
     shape: tuple[int, ...], scale: float, mean: float
 ) -> None:
     x = mean + scale * torch.rand(shape, generator=torch.Generator().manual_seed(1))
@@ -115,8 +115,8 @@ def test_whitening_stands_numbers_whose_sums_leave_fp32_or_cancel_there(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_moments_of_the_parts_whiten_as_the_whole_batch_does(ranks: int) -> None:
-    """An all-reduce between the moments and the whitening: each rank gets its part of the whole."""
+def test_moments_of_parts_whiten_like_the_whole_batch(ranks: int) -> None:
+    """With an all-reduce of the moments, each rank gets its part of the whole batch."""
     mask = torch.rand(6, 8) < 0.7
     inputs = (torch.randn(6), *torch.randn(3, 6, 8).unbind(), mask)
     expected = fastppo.compute_advantages(*inputs, kl_coef=0.1)
@@ -148,7 +148,7 @@ def test_moments_of_the_parts_whiten_as_the_whole_batch_does(ranks: int) -> None
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
-    """It reaches the tokens before it, and no other sequence."""
+    """It reaches the earlier tokens of its sequence and no other sequence."""
     rewards, values = torch.randn(3, 5), torch.randn(3, 5)
     rewards[1, 2] = float("nan")
     clean = fastppo.gae(rewards[[0, 2]], values[[0, 2]])[0]
@@ -161,8 +161,8 @@ def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
     assert actual[1].isnan().tolist() == [True, True, True, False, False]
 
 
-def test_a_reduction_that_returns_nothing_is_refused_and_one_that_returns_is_used() -> None:
-    """One that works in place and returns None would leave every rank to whiten by itself."""
+def test_a_reduction_must_return_the_moments() -> None:
+    """A function that works in place and returns None would whiten each rank by itself."""
     values = torch.randn(2, 3)
     mask = torch.ones(2, 3, dtype=torch.bool)
     inputs = (torch.randn(2), values, values, None, mask)

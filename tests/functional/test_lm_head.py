@@ -1,4 +1,4 @@
-"""The weight of a lm-head is the one that the layer multiplies by, whatever PEFT put around it."""
+"""The weight of an lm-head is the one its layer multiplies by, with any of PEFT's wrappers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ H, V, N = 6, 11, 5
 
 
 def wrapped(**options: Any) -> Any:
-    """A lm-head inside PEFT's layer, as if it had been trained for a while."""
+    """Return an lm-head in PEFT's wrapper, as after some training."""
     torch.manual_seed(0)
     options = {"r": 2, "target_modules": ["lm_head"], "lora_alpha": 8} | options
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})
@@ -25,7 +25,8 @@ def wrapped(**options: Any) -> Any:
 
 
 def stir(layer: Any) -> None:
-    """B of LoRA is zero at first, and DoRA's magnitude the norm of the frozen rows."""
+    """Change LoRA's B, which starts at 0, and DoRA's magnitude, which starts at the norm of the
+    rows."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "lora_B" in name:
@@ -35,7 +36,7 @@ def stir(layer: Any) -> None:
 
 
 def assert_is_the_weight(layer: Any, *, trained: int) -> None:
-    """Logits, and the loss's gradient of every parameter that is trained, are the layer's own."""
+    """Compare logits, and the loss's gradient of every trained parameter, with the layer's own."""
     hidden, tokens, zeros = torch.randn(N, H), torch.arange(N), torch.zeros(N)
     weight = head_weight(layer)
     assert weight.shape == (V, H)
@@ -60,15 +61,15 @@ def test_a_plain_head_is_its_own_weight() -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_adapters_are_added_in_and_take_their_gradient(dora: bool) -> None:
-    """Dropout is none outside training."""
+def test_adapters_are_merged_and_get_gradients(dora: bool) -> None:
+    """Dropout is inactive outside training."""
     layer = wrapped(use_dora=dora, lora_dropout=0.5).eval()
     assert (head_weight(layer) - layer.weight).abs().max() > 0.1, "what `.weight` lacks"
     assert_is_the_weight(layer, trained=2 + dora)
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_several_adapters_are_added_in_together(dora: bool) -> None:
+def test_several_adapters_are_merged(dora: bool) -> None:
     layer = wrapped(use_dora=dora)
     config = peft.LoraConfig(r=3, target_modules=["lm_head"], use_dora=dora)
     layer.update_layer("other", r=3, lora_alpha=3, config=config)
@@ -77,7 +78,7 @@ def test_several_adapters_are_added_in_together(dora: bool) -> None:
     assert_is_the_weight(layer, trained=2 * (2 + dora))
 
 
-def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> None:
+def test_an_active_adapter_of_other_layers_is_ignored() -> None:
     layer = wrapped()
     layer.set_adapter(["default"])
     merged = head_weight(layer).detach()
@@ -88,7 +89,7 @@ def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> Non
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None:
+def test_merged_or_disabled_adapters_leave_the_base_layers_weight(dora: bool) -> None:
     layer = wrapped(use_dora=dora)
     merged = head_weight(layer).detach()
     layer.merge()
@@ -101,7 +102,7 @@ def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None
     assert head_weight(layer) is layer.get_base_layer().weight
 
 
-def test_a_head_that_is_trained_whole_is_the_active_copy() -> None:
+def test_a_fully_trained_head_is_the_active_copy() -> None:
     from peft.utils import ModulesToSaveWrapper
 
     original = torch.nn.Linear(H, V)
@@ -127,7 +128,7 @@ def test_a_head_that_is_trained_whole_is_the_active_copy() -> None:
     ],
     ids=["dropout", "dora with dropout", "bias", "variant"],
 )
-def test_what_is_no_weight_is_refused_with_what_to_do(
+def test_a_head_without_a_single_weight_raises_an_error_with_a_fix(
     options: dict[str, Any], sentence: str
 ) -> None:
     layer = wrapped(**options)
@@ -136,7 +137,7 @@ def test_what_is_no_weight_is_refused_with_what_to_do(
     assert why_no_weight(layer)
 
 
-def test_another_kind_of_layer_is_refused() -> None:
+def test_another_kind_of_layer_raises_an_error() -> None:
     with pytest.raises(TypeError, match=r"lm_head must be nn\.Linear.*got .*Embedding.*ppo_loss"):
         head_weight(torch.nn.Embedding(3, 2))
     model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})

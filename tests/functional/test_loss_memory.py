@@ -1,4 +1,4 @@
-"""What the losses allocate: see allocations.py."""
+"""Memory allocated by the losses; see allocations.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PER_TOKEN = 2**15
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("term", ["policy", "full KL", "soft-cap"])
 def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: bool) -> None:
-    """The one allocation of the logits' size is their gradient, in bf16. In place there is none."""
+    """The only allocation of the logits' size is their bf16 gradient; in place there is none."""
     n, vocab = 200, 2003
     data = draws.batch((n,), vocab, torch.bfloat16).leaf()
     keywords = draws.options(data, term)
@@ -42,8 +42,8 @@ def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: b
 
 
 @pytest.mark.parametrize("function", ["ppo_loss", "token_logprobs"])
-def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
-    """There is nothing of a row's size beside it."""
+def test_an_fp32_gradient_is_computed_in_its_final_memory(function: str) -> None:
+    """No other allocation has the size of a row."""
     n, vocab = 200, 2003
     data = draws.batch((n,), vocab, torch.float32).leaf()
 
@@ -67,7 +67,7 @@ HEADS = {
 
 @pytest.mark.parametrize("case", HEADS)
 def test_prompt_and_padding_rows_never_reach_the_head(case: str) -> None:
-    """A hundred times as many masked rows: the same logits are formed, the reference's too."""
+    """A hundred times as many masked rows need the same logits, including the reference's."""
     dtype, kl = HEADS[case]
 
     def products(padding: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The properties that hold for every loss: of splits, of the first update, of bits.
+"""Properties of every loss: independence of splits, the first update, the same bits.
 
 Tolerance of the splits: fp64 sums of the same terms in another order, 1e-12.
 """
@@ -20,11 +20,11 @@ import fastppo
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 
 
-# --------------------------------------------------------------- property 1: the split is no matter
+# ---------------------------------------------------------- property 1: independence of the split
 
 
 class Trunk:
-    """Policy head and value head on shared hidden states [B, T, H], and a rollout to learn from."""
+    """Policy head and value head on shared hidden states [B, T, H], with a rollout."""
 
     def __init__(self, lengths: list[int], length: int, seed: int) -> None:
         batch, vocab, width = len(lengths), 7, 3
@@ -39,13 +39,13 @@ class Trunk:
         self.ref_logprobs = torch.randn(batch, length, **draw)
 
     def denominator(self, aggregation: str) -> float:
-        """The global one: what the trainer passes to every microbatch."""
+        """The global denominator, which the trainer passes for every microbatch."""
         if aggregation.startswith("seq-"):
             return max(1, int(self.mask.any(1).sum()))
         return max(1, int(self.mask.sum())) if aggregation == "token-mean" else 1.0
 
     def loss(self, part: Any, linear: bool, **options: Any) -> Tensor:
-        """Policy and value loss of the tokens that `part` picks from [B, T]."""
+        """Policy and value loss of the tokens selected by `part` from [B, T]."""
         hidden, mask = self.hidden[part], self.mask[part]
         _, tokens, old, advantages = (x[part] for x in self.data)
         keywords: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Trunk:
     def gradients(
         self, parts: list[Any], linear: bool, weights: Tensor | None = None, **options: Any
     ) -> list[Tensor]:
-        """[loss, dW of the policy head, of the value head], accumulated over microbatches."""
+        """[loss, dW of the policy head, dW of the value head], accumulated over microbatches."""
         self.weight.grad = None
         self.value.grad = None
         total = torch.zeros((), dtype=torch.float64)
@@ -97,7 +97,7 @@ property_based = settings(max_examples=30)
 
 @property_based
 @given(trunks, st.data(), st.sampled_from(AGGREGATIONS), st.booleans(), st.booleans())
-def test_any_cut_into_microbatches_gives_the_same_loss_and_gradients(
+def test_any_split_into_microbatches_gives_the_same_loss_and_gradients(
     trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool, is_tensor: bool
 ) -> None:
     batch = len(trunk.mask)
@@ -116,7 +116,7 @@ def test_any_cut_into_microbatches_gives_the_same_loss_and_gradients(
 def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
     trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool
 ) -> None:
-    """Flat token lists, cut anywhere. Sequences straddle the parts: weights carry their share."""
+    """Flat token lists, split anywhere, also within sequences: weights carry the normaliser."""
     batch, length = trunk.mask.shape
     weights = fastppo.aggregation_weights(trunk.mask, aggregation, dtype=torch.float64)
     order = data.draw(st.permutations(range(batch * length)))
@@ -135,7 +135,7 @@ def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
 def test_the_policy_against_its_own_logprobs_has_ratio_1_and_no_kl(
     dtype: torch.dtype,
 ) -> None:
-    """To the bit: rollout and learner form a logprob by the same operations."""
+    """To the bit: rollout and learner compute a logprob by the same operations."""
     data = draws.batch((50,), 1009, dtype).leaf()
     old = fastppo.token_logprobs(data.logits, data.tokens, temperature=0.7).detach()
     for estimator in ("k1", "k2", "k3", "full"):
@@ -161,10 +161,10 @@ def test_the_policy_against_its_own_logprobs_has_ratio_1_and_no_kl(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype) -> None:
-    """Loss, statistics and gradients; and wherever in memory the logits lie.
+    """For loss, statistics and gradients, at any address of the logits.
 
-    The head's operands keep their alignment, as every allocation of torch's does: a BLAS may choose
-    its kernel by it.
+    The head's operands keep their alignment, like all allocations of torch, because a BLAS may
+    choose its kernel by it.
     """
     n, vocab, width = 37, 2003, 16
     data = draws.batch((n,), vocab, dtype)
@@ -178,7 +178,7 @@ def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype) ->
     }
 
     def outputs(offset: int) -> list[Tensor]:
-        """Of logits that lie so many elements behind the start of an allocation."""
+        """Results for logits that start at an offset into their allocation, in elements."""
         room = torch.zeros(n * vocab + offset, dtype=dtype)
         logits = room[offset:].view(n, vocab).copy_(data.logits).detach().requires_grad_()
         stats = fastppo.token_stats(logits, data.tokens, ref_logits=data.logits * 0.9)

@@ -1,9 +1,9 @@
-"""The public losses equal autograd on their definitions, value and gradient, keyword by keyword.
+"""The public losses equal autograd on their definitions, in value and gradient, for every keyword.
 
-`draws.exact` is the definition: fp64, `torch.log_softmax` and autograd. Tolerances: both sides
-take fp64 through some hundred roundings of 1e-16, hence 1e-11; fp32 has 6e-8, hence 1e-5. bf16 and
-fp16 losses are accumulated in fp32 from logits that both sides share, so only the gradient is
-rounded, once: 2⁻⁸ and 2⁻¹⁰ of it.
+`draws.exact` is the definition: fp64, `torch.log_softmax` and autograd. Tolerances: fp64 has some
+hundred roundings of 1e-16 on both sides, hence 1e-11; fp32 has 6e-8, hence 1e-5. bf16 and fp16
+losses are accumulated in fp32 from shared logits, so only the gradient is rounded, once: 2⁻⁸ and
+2⁻¹⁰ of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ dtypes = pytest.mark.parametrize("dtype", VALUE, ids=lambda dtype: str(dtype)[6:
 def gradient_close(
     actual: Tensor | None, expected: Tensor, tolerance: float, floor: float = 1e-300
 ) -> None:
-    """Within `tolerance` of the largest entry, however small that is."""
+    """Compare within `tolerance` of the largest entry, however small."""
     assert actual is not None
     scale = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(
@@ -50,7 +50,8 @@ def gradient_close(
 def run(
     path: str, data: draws.Batch, keywords: dict[str, Any], mask: Tensor | None = None
 ) -> tuple[fastppo.PPOLoss, Tensor]:
-    """The loss on either path, and its gradient by the logits (hidden states of an identity)."""
+    """Return the loss on either path, and its gradient by the logits (hidden states of an
+    identity)."""
     x = data.logits.detach().clone().requires_grad_()
     if path == "logits":
         out = fastppo.ppo_loss(x, *data[1:], mask, **keywords)
@@ -92,7 +93,7 @@ def test_value_and_gradient_of_each_term_are_those_of_autograd(
 @paths
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_gspo_of_padded_sequences_is_that_of_packed_ones(path: str, dtype: torch.dtype) -> None:
-    """Masked tokens are in no mean; the KL to the old policy stays that of the tokens."""
+    """Masked tokens are in no mean; the KL to the old policy stays per token."""
     data = draws.batch((2, 4), V, dtype)
     mask = torch.tensor([[True, True, False, True], [True, True, False, False]])
     ends = torch.tensor([0, 3, 5])
@@ -115,10 +116,10 @@ def test_gspo_of_padded_sequences_is_that_of_packed_ones(path: str, dtype: torch
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[draws.Batch, dict[str, Any], Tensor | None, str, int]:
-    """(batch, keywords, mask, path, chunk size) of any supported combination of keywords."""
+    """Draw (batch, keywords, mask, path, chunk size) for any supported combination of keywords."""
     n, vocab = draw(st.integers(1, 9)), draw(st.integers(1, 17))
     data = draws.batch((n,), vocab, seed=draw(st.integers(0, 10**6)))
-    if draw(st.booleans()):  # the policy term of some tokens, or of all, has no gradient
+    if draw(st.booleans()):  # the policy term of some or all tokens has no gradient
         data.advantages[draw(st.integers(0, n - 1)) :] = 0.0
     keywords: dict[str, Any] = {
         "objective": draw(st.sampled_from(["clip", "clip", "cispo", "sapo", "dis"])),
@@ -175,7 +176,7 @@ def test_any_combination_of_keywords_equals_autograd(
         close(getattr(actual, name), full, 1e-11)
     full_grad = torch.zeros_like(data.logits)
     full_grad[kept] = expected_grad
-    # Autograd forms 1 − p_y, whose rounding in a peaked row is all that is left of it.
+    # Autograd computes 1 − p_y, which in a peaked row consists of rounding only.
     gradient_close(grad, full_grad, 1e-10, floor=1e-15 * (1 + abs(expected.loss.item())))
     if n:
         terms = ("objective", "clip_ratio", "dual_clip", "importance_weights")
@@ -228,7 +229,7 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
 def test_a_bias_of_minus_infinity_masks_the_vocabulary_of_a_fused_head(
     dtype: torch.dtype, left: int
 ) -> None:
-    """No NaN, the same loss and gradient as without the columns, and none in them."""
+    """No NaN, the same loss and gradient as without the columns, and no gradient in them."""
     data = draws.batch((4,), 101, dtype)
     kept = torch.randperm(101)[:left].sort().values
     bias = torch.full((101,), -torch.inf).index_fill_(0, kept, 0.0).to(dtype)
@@ -280,8 +281,10 @@ def test_leading_axes_are_only_a_shape(shape: tuple[int, ...], path: str) -> Non
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=("fp64", "fp16"))
-def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: torch.dtype) -> None:
-    """`logits[:, :-1]`, whose leading axes do not collapse; also sliced from the batch's end."""
+def test_a_view_of_shifted_logits_gives_the_same_as_its_copy(
+    masked: bool, dtype: torch.dtype
+) -> None:
+    """`logits[:, :-1]`, whose leading axes do not collapse; also sliced at the batch's end."""
     whole = draws.batch((4, 6), V, dtype).logits
     for view in (whole[:, :-1], whole[1:3, 2:4], whole.transpose(0, 1)):
         shape = tuple(view.shape[:-1])
@@ -300,8 +303,8 @@ def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: to
         torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
-    """Old logprobs, advantages, references, weights and temperatures are constants of the loss."""
+def test_only_logits_or_the_head_get_a_gradient() -> None:
+    """Old logprobs, advantages, references, weights and temperatures are constants."""
     data = draws.batch((N,), V)
     constants = {
         name: draws.like(data.old_logprobs, seed, positive=True).requires_grad_()
@@ -321,7 +324,7 @@ def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
         assert not x.requires_grad
 
 
-def test_without_grad_no_gradient_is_formed_and_the_values_are_the_same_bits() -> None:
+def test_without_grad_no_gradient_is_computed_and_the_values_are_the_same() -> None:
     data = draws.batch((N,), V).leaf()
     tracked = fastppo.ppo_loss(*data, entropy_coef=0.1, inplace=False)
     with torch.no_grad():
@@ -336,7 +339,7 @@ def test_without_grad_no_gradient_is_formed_and_the_values_are_the_same_bits() -
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
+def test_in_place_gives_the_same_bits_in_the_logits_memory(
     masked: bool, dtype: torch.dtype
 ) -> None:
     data = draws.batch((3, 5), V, dtype)
@@ -361,7 +364,7 @@ def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
 def test_masked_entries_may_hold_anything(
     term: str, path: str, dtype: torch.dtype, by_weights: bool
 ) -> None:
-    """NaN, inf and −100 behind the mask: the same bits as without them, and no gradient there."""
+    """NaN, inf and −100 under the mask give the same bits, and no gradient there."""
     data = draws.batch((N,), V, dtype)
     keywords = draws.options(data, term)
     if (path, dtype, keywords.get("kl_estimator")) == ("linear", torch.float16, "full"):
@@ -443,7 +446,7 @@ def test_every_loss_is_the_weighted_sum_of_its_tokens(
 
 
 def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
-    """Ratios of e^±1000 are finite, and saturated ones move nothing."""
+    """Ratios of e^±1000 are finite, and saturated ones have no gradient."""
     data = draws.batch((4,), V)
     far = torch.tensor([1000.0, -1000.0, 19.0, -19.0], dtype=torch.float64)
     data = data._replace(
@@ -470,8 +473,8 @@ def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
 
 @paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=("fp32", "fp64"))
-def test_autocast_reaches_the_gemms_of_the_fused_head_alone(path: str, dtype: torch.dtype) -> None:
-    """And those of fp32 operands alone; all else has the same bits as outside."""
+def test_autocast_affects_only_the_gemms_of_the_fused_head(path: str, dtype: torch.dtype) -> None:
+    """Only GEMMs of fp32 operands change; everything else has the same bits as without autocast."""
     data = draws.batch((N,), V, dtype)
     outside = data
     if (path, dtype) == ("linear", torch.float32):
@@ -485,7 +488,7 @@ def test_autocast_reaches_the_gemms_of_the_fused_head_alone(path: str, dtype: to
         assert torch.equal(grad, expected_grad)
 
 
-def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() -> None:
+def test_the_loss_scale_multiplies_fp16_gradients_before_they_are_rounded() -> None:
     """Gradients of 1e-9 underflow in fp16 (least 6e-8) unless the loss scale comes first."""
     scale = 2.0**16
     options: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}

@@ -1,7 +1,7 @@
-"""The custom operators: registered as torch wants them, and transparent to torch.compile.
+"""The custom operators are registered correctly and transparent to torch.compile.
 
-Compiled code runs the same operators on the same inputs, so its results are the same bits but for
-the few elementwise steps around them: 1e-12 in fp64.
+Compiled code runs the same operators on the same inputs, so only the elementwise steps around them
+may differ: 1e-12 in fp64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Case = tuple[Operator[Any], dict[str, Any]]
 
 
 def cases() -> dict[str, Case]:
-    """With every optional operand present, and "bare", with all of them absent."""
+    """Operands with every optional one present, and "bare" without any."""
     data = draws.batch((N,), V, torch.float32)
     softmax = Softmax(1.0, torch.rand(N) + 0.5, 1.5, 20.0)
     logits = {"logits": data.logits, "ref_logits": data.logits * 0.9, "softmax": softmax}
@@ -150,7 +150,7 @@ def test_operators_mutate_nothing_undeclared_and_their_fakes_are_right(name: str
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("name", [name for name in cases() if "," not in name])
-def test_the_kernels_keep_the_same_promises(name: str) -> None:
+def test_the_kernels_pass_the_same_checks(name: str) -> None:
     """With the Triton backend, on a GPU or in the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     check(name, "triton", ("test_schema",))
@@ -165,7 +165,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_losses_compile_without_a_graph_break() -> None:
-    """One graph of policy, value and linear loss, with its backward; gradients by every input."""
+    """One graph of policy, value and linear loss with its backward pass, for every input."""
     data = draws.batch((2, 3), V)
     keywords = draws.options(data, "everything")
     linear = draws.as_linear(keywords)
@@ -213,8 +213,8 @@ def test_advantages_compile_without_a_graph_break() -> None:
         assert torch.equal(one, other)
 
 
-def test_the_in_place_loss_is_refused_where_its_logits_are_read_again() -> None:
-    """Compiled as in eager mode: the other term would read gradients for logits."""
+def test_the_in_place_loss_raises_an_error_if_its_logits_are_read_again() -> None:
+    """In compiled and eager mode: another term would read gradients as logits."""
     data = draws.batch((N,), V, torch.float32).leaf()
 
     def loss(leaf: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Records as operands of torch's custom operators: torch sees the operator, wrong ones are refused.
+"""Records as operands of custom operators: torch sees the operator, and wrong records raise errors.
 
-test_operators.py has the operators themselves, by torch's own checks and compiled.
+test_operators.py tests the operators themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_transforms_and_tracers_see_the_operator() -> None:
-    """Whose function may look at values: they have none to look at."""
+    """Its function may read values, which tracers do not have."""
     x = torch.arange(6.0).view(2, 3)
 
     def call(x: Tensor) -> Tensor:
@@ -48,13 +48,13 @@ def test_transforms_and_tracers_see_the_operator() -> None:
     assert "fastppo.test_shift" in graph.code
     assert isinstance(call(FakeTensorMode().from_tensor(x)), FakeTensor)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no rule for batches makes it slow
+        warnings.simplefilter("ignore")  # about a missing batching rule
         batched = torch.func.vmap(call)(torch.stack([x, -x]))
     assert torch.equal(batched, torch.stack([shift(x), shift(-x)]))
 
 
-def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
-    """Its function chooses dtypes itself, and a product of fp32 in it stays one."""
+def test_an_operator_records_no_gradient_and_ignores_autocast() -> None:
+    """Its function chooses dtypes: an fp32 product in it stays fp32."""
     x = torch.ones(2, requires_grad=True)
 
     def product(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"softmax": (1.0, None, 1.0, None)}, "expected Softmax, got tuple"),
         ({"softmax": None}, "expected Softmax, got NoneType"),
@@ -81,7 +81,7 @@ def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
     ],
     ids=str,
 )
-def test_wrong_operands_do_not_pass_in_silence(changes: dict[str, Any], says: str) -> None:
+def test_wrong_operands_raise_an_error(changes: dict[str, Any], message: str) -> None:
     operands: dict[str, Any] = {
         "projection": Projection(torch.ones(2, 3), torch.ones(4, 3)),
         "tokens": torch.zeros(2, dtype=torch.int64),
@@ -91,5 +91,5 @@ def test_wrong_operands_do_not_pass_in_silence(changes: dict[str, Any], says: st
         "backend": "cpu",
     }
     ops.linear_token_stats_op(**operands)
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         ops.linear_token_stats_op(**operands | changes)

@@ -1,7 +1,8 @@
-"""The tokens' statistics equal the definition, value and gradient, from logits and hidden states.
+"""The tokens' statistics equal the definition, in value and gradient, from logits and hidden
+states.
 
-Both sides take fp64 through some hundred roundings of 1e-16, hence 1e-11; fp32 has 6e-8, hence
-1e-5. test_losses.py and kernels/test_cpu_rows.py hold the row maths further.
+fp64 has some hundred roundings of 1e-16 on both sides, hence 1e-11; fp32 has 6e-8, hence 1e-5.
+test_losses.py and kernels/cpu/test_rows.py test the maths of a row further.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ softmaxes = pytest.mark.parametrize("softmax", SOFTMAX_KEYWORDS, ids=lambda k: "
 @softmaxes
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=("fp64", "fp32"))
 @pytest.mark.parametrize("path", ["logits", "linear"])
-def test_statistics_and_their_gradients_are_the_definition_s(
+def test_statistics_and_gradients_equal_the_definition(
     path: str, dtype: torch.dtype, softmax: dict[str, Any]
 ) -> None:
     data = draws.batch((4,), V, dtype)
@@ -60,8 +61,8 @@ def test_statistics_and_their_gradients_are_the_definition_s(
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_a_row_whose_statistics_do_not_count_may_hold_anything(backend: str) -> None:
-    """Its gradient is 0, where 0·NaN would be NaN."""
+def test_a_row_without_an_upstream_gradient_may_hold_anything(backend: str) -> None:
+    """Its gradient is 0, although 0·NaN is NaN."""
     logits, ref_logits = torch.randn(2, N, V)
     logits[2] = torch.nan
     ref_logits[2] = torch.nan

@@ -1,7 +1,7 @@
-"""The losses that tutorials write by hand equal the published formulas, transcribed in fp64 NumPy.
+"""The losses of tutorials equal the published formulas, transcribed in fp64 NumPy.
 
-Tolerances: fp32 inputs of order 1 carry a relative rounding error of 6e-8, and a loss sums some
-tens of them: 1e-5 leaves two orders of room. fp64 has 1e-16, hence 1e-12.
+Tolerances: fp32 inputs of order 1 have a relative rounding error of 6e-8, and a loss sums some tens
+of them: 1e-5 leaves a margin of two orders. fp64 has 1e-16, hence 1e-12.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp64"))
 
 
 def draw(*shape: int) -> np.ndarray:
-    """Numbers that fp32 holds exactly, so that both sides see the same input."""
+    """Draw numbers that are exact in fp32, so that both sides see the same input."""
     return torch.randn(*shape).double().numpy()
 
 
@@ -87,10 +87,10 @@ def test_total_loss_is_equation_9(
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_values_gradient_is_that_of_the_formula(
+def test_the_gradient_by_the_values_is_that_of_the_formula(
     clip_ratio: float | None, dtype: torch.dtype
 ) -> None:
-    """On, below and above the clip range, times what comes from above; masked entries are NaN."""
+    """On, below and above the clip range, times an incoming gradient; masked entries are NaN."""
     old, returns = torch.randn(2, 200, dtype=dtype)
     values = (old + 1.5 * torch.randn(200, dtype=dtype)).requires_grad_()
     mask = torch.rand(200) < 0.8

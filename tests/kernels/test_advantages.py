@@ -1,9 +1,9 @@
-"""The loops and the kernels for advantages against the definition, through the public functions.
+"""The CPU's loops and the kernels for advantages equal the definition, through the public
+functions.
 
-The CPU's sums run in fp64 on both sides: 1e-12 of the largest entry; fp32 values are read exactly,
-and results rounded to fp32 once: 1e-7. The kernels' trees of fp32: 1e-5. Layouts (padded, packed,
-with gaps, without) are laid end to end before the sum, so between padded and packed nothing may
-differ at all.
+Sums on a CPU are fp64 on both sides: 1e-12 of the largest entry. fp32 values are read exactly and
+results rounded once: 1e-7. The kernels' fp32 trees: 1e-5. Layouts (padded, packed, with and without
+gaps) are concatenated before the sum, so padded and packed results must be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import fastppo
 
 
 class Drawn(NamedTuple):
-    """A batch of sequences: their lengths, the share of tokens that count, and what there is."""
+    """A batch of sequences: lengths, the share of unmasked tokens, and the optional operands."""
 
     lengths: list[int]
     kept: float
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
 
 
 def batches(*lengths: int) -> st.SearchStrategy[Drawn]:
-    """With these lengths, where blocks end, among others."""
+    """Draw batches whose lengths include the ends of blocks."""
     of_one = st.sampled_from(lengths) | st.integers(0, 34)
     return st.builds(
         Drawn,
@@ -55,8 +55,8 @@ def batches(*lengths: int) -> st.SearchStrategy[Drawn]:
 
 
 def check(drawn: Drawn, backend: str, dtype: torch.dtype, tolerance: float) -> None:
-    """With gaps, rewards by token, bootstrap values, clipped scores, one discount or one for each
-    sequence. What a masked token holds is not used, and its results are 0."""
+    """Test gaps, token rewards, bootstrap values, clipped scores, and discounts per batch or
+    sequence. Masked tokens may hold anything, and have results of 0."""
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     g = torch.Generator().manual_seed(drawn.seed)
     lengths, estimator, batch = drawn.lengths, drawn.estimator, len(drawn.lengths)
@@ -137,14 +137,14 @@ def check(drawn: Drawn, backend: str, dtype: torch.dtype, tolerance: float) -> N
 )
 @settings(max_examples=30, deadline=None)
 @given(batches(63, 64, 65, 129))
-def test_the_cpus_loops_are_the_definition_padded_and_packed(
+def test_the_cpus_loops_equal_the_definition_padded_and_packed(
     dtype: torch.dtype, tolerance: float, drawn: Drawn
 ) -> None:
     check(drawn, "cpu", dtype, tolerance)
 
 
 ON_A_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
-"""Where there is one, the kernels run there, compiled."""
+"""On a GPU the kernels run compiled."""
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,16 @@ ON_A_GPU = [pytest.mark.gpu] if torch.cuda.is_available() else []
 )
 @settings(max_examples=5, deadline=None)
 @given(batches(7, 8, 9, 15, 16, 17, 32, 33))
-def test_the_kernels_are_the_definition_padded_and_packed(dtype: torch.dtype, drawn: Drawn) -> None:
+def test_the_kernels_equal_the_definition_padded_and_packed(
+    dtype: torch.dtype, drawn: Drawn
+) -> None:
     pytest.importorskip("triton", reason="Triton is a Linux package")
     with small_blocks():
         check(drawn, "triton", dtype, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_narrower_values_are_read_exactly_and_bits_do_not_depend_on_the_threads(
+def test_16_bit_values_are_read_exactly_and_bits_do_not_depend_on_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
@@ -189,8 +191,8 @@ def test_narrower_values_are_read_exactly_and_bits_do_not_depend_on_the_threads(
         torch.set_num_threads(1)
 
 
-def test_the_torch_backend_is_the_definition_in_its_dtype() -> None:
-    """On the CPU, wherever the tensors are: the recurrence is a loop in Python."""
+def test_the_torch_backend_equals_the_definition_in_its_dtype() -> None:
+    """On the CPU for tensors on any device, since the recurrence is a Python loop."""
     trajectory, discounts = operands(torch.randn(2, 7), torch.randn(2, 7))
     pairs = zip(
         torch_advantages.gae(trajectory, discounts),

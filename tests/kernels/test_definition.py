@@ -1,7 +1,7 @@
-"""The definition equals the published formulas, transcribed apart in fp64 NumPy.
+"""The definition equals the published formulas, transcribed independently in fp64 NumPy.
 
-Both sides take fp64 through some tens of roundings of 1e-16: 1e-12. The gradients are autograd's;
-gradcheck holds that what autograd differentiates is smooth where it says so.
+Some tens of roundings of 1e-16 on both sides: 1e-12. Gradients are autograd's; gradcheck compares
+them with finite differences.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def draw(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_statistics_are_those_of_the_softmax(temperature: float) -> None:
+def test_statistics_equal_those_of_the_softmax(temperature: float) -> None:
     logits, ref, tokens = draw(N, V), draw(N, V), torch.randint(V, (N,))
     found = definition.token_stats(logits, tokens, Softmax(temperature), ref_logits=ref)
     z, q = logits.numpy(), ref.numpy()
@@ -128,8 +128,8 @@ def test_the_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_kl_by_the_ratio_is_the_kl_and_its_gradient_the_kl_s(estimator: str) -> None:
-    """Over every token, weighted as π_old draws them; without the ratio neither holds."""
+def test_the_mean_of_the_ratio_weighted_kl_and_its_gradient_are_the_kls(estimator: str) -> None:
+    """Over every token, weighted by π_old. Without the ratio neither holds."""
     x, old, ref = draw(1, V), draw(1, V), draw(1, V)
     logits, every = x.expand(V, V), torch.arange(V)
     p_old, q = (paper.token_logprobs(z.expand(V, V).numpy(), every.numpy()) for z in (old, ref))
@@ -154,7 +154,7 @@ def test_the_kl_by_the_ratio_is_the_kl_and_its_gradient_the_kl_s(estimator: str)
     assert unweighted.grad is not None
     close(weighted.grad.sum(0), wanted[0].numpy())
     assert (unweighted.grad.sum(0) - wanted[0]).abs().max() > 1e-2
-    # What is reported is the estimator.
+    # The reported KL is the estimator.
     close(
         weighted.kl,
         paper.sampled_kl(paper.token_logprobs(logits.numpy(), every.numpy()), q, estimator),
@@ -167,8 +167,8 @@ def test_the_kl_by_the_ratio_is_the_kl_and_its_gradient_the_kl_s(estimator: str)
 
 @pytest.mark.parametrize("term", ["cispo", "dis", "sapo"])
 def test_other_policy_terms_are_those_of_their_papers(term: str) -> None:
-    """Value, and gradient by the logprob: that of the coefficient that the paper detaches times
-    log π, or the published surrogate's."""
+    """Value, and gradient by the logprob: that of the paper's detached coefficient times log π, or
+    of the published surrogate."""
     data = draws.batch((N,), V)
     logprobs = draws.token_logprobs(data.logits, data.tokens).requires_grad_()
     ratio = (logprobs - data.old_logprobs).exp()
@@ -192,14 +192,14 @@ def test_other_policy_terms_are_those_of_their_papers(term: str) -> None:
     np.testing.assert_allclose(grad.numpy(), by_logprob, rtol=tolerance, atol=tolerance)
 
 
-def test_gspos_ratio_is_the_sequences_and_its_gradient_the_tokens_own() -> None:
-    """Over two sequences, one with a gap and one with a token that does not count; with one
-    advantage for a sequence, the gradient is that of the sequence's ratio itself."""
+def test_gspo_has_the_sequences_ratio_and_a_gradient_per_token() -> None:
+    """Two sequences, one with a gap and one with an uncounted token. With one advantage per
+    sequence the gradient is that of the sequence's ratio."""
     lengths = (5, 3)
     old, x = draw(2, N)
     logprobs = x.requires_grad_()
     counted = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0]).bool()
-    ends = torch.tensor([0, 5, 5, 8])  # the one between has no tokens
+    ends = torch.tensor([0, 5, 5, 8])  # the second has no tokens
     stand_in = definition.sequence_ratio_logprobs(logprobs, old, counted, ends)
     ratio = (logprobs - stand_in).exp()
     wanted = []
@@ -226,7 +226,7 @@ def test_gradients_are_those_of_finite_differences(term: str) -> None:
     assert gradcheck(lambda x: draws.exact(x, *data[1:], w, **keywords).loss, data.logits)
 
 
-def test_a_word_that_is_ruled_out_has_no_share_and_one_that_q_rules_out_an_infinite_kl() -> None:
+def test_a_ruled_out_token_adds_nothing_and_one_ruled_out_by_q_makes_the_kl_infinite() -> None:
     logits, ref, tokens = draw(3, V), draw(3, V), torch.zeros(3, dtype=torch.int64)
     logits[0, 4:], ref[0, 4:] = -torch.inf, -torch.inf
     ref[1, 7] = -torch.inf
@@ -247,7 +247,7 @@ def test_a_word_that_is_ruled_out_has_no_share_and_one_that_q_rules_out_an_infin
 def test_gae_is_the_discounted_sum_of_residuals(
     gamma: float, lam: float, truncated: bool, packed: bool
 ) -> None:
-    """Also where the mask leaves gaps, and with discounts per sequence."""
+    """Also with gaps in the mask, and with discounts per sequence."""
     rewards, values, ends = draw(B, T), draw(B, T), draw(B)
     mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]) & (torch.arange(T) != 2)
     wanted = np.zeros((2, B, T))

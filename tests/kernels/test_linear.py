@@ -1,10 +1,9 @@
-"""The chunk loop around the lm-head against the definition, with the CPU's loops and the kernels.
+"""The lm-head's chunk loop equals the definition, with the CPU's loops and the kernels.
 
-test_losses.py holds the public function to the definition in fp64, keyword by keyword; here the
-loop runs with the kernels too, under Triton's interpreter, and the promises about chunks, memory,
-dropped rows and dtypes are tested on both. Tolerances: 1e-5 of the largest entry in fp32, where
-sums of some hundred terms carry some 1e-6; bf16 is compared with what plain bf16 PyTorch makes of
-the same numbers.
+test_losses.py tests the public function in fp64, keyword by keyword. Here the loop also runs with
+the kernels, in Triton's interpreter, and chunks, memory, skipped rows and dtypes are tested on
+both. Tolerances: 1e-5 of the largest entry in fp32, where sums of some hundred terms have some
+1e-6; bf16 is compared with plain bf16 PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import fastppo
 triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
 
 pytestmark = [
-    # NumPy announces what the kernels mean to happen: see test_triton_rows.py.
+    # NumPy warns about intended overflows: see triton/test_rows.py.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
@@ -61,7 +60,7 @@ def loss_of(
     objective: Objective = CLIPPED,
     **how: Any,
 ) -> LinearPPORows:
-    """The loop's own loss of (hidden, weight[, bias])."""
+    """Return the chunk loop's loss of (hidden, weight[, bias])."""
     per_token = PerToken(*data[1:], weights)
     return linear.ppo_loss(
         Projection(*parts), per_token, objective, Softmax(), row_functions=ROWS[backend], **how
@@ -69,7 +68,7 @@ def loss_of(
 
 
 def head(n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """[hidden, weight, bias] with logits of order 1; the same numbers for every dtype."""
+    """Return [hidden, weight, bias] with logits of order 1 and the same numbers in every dtype."""
     g = torch.Generator().manual_seed(3)
     shapes = ((n, width), (vocab, width), (vocab,))
     hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)
@@ -77,7 +76,7 @@ def head(n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def near(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> draws.Batch:
-    """A batch whose old logprobs lie around those of this head, on both sides of every clip."""
+    """Return a batch with old logprobs close to this head's, on both sides of every clip."""
     logits = hidden.double() @ weight.double().T
     logits = logits if bias is None else logits + bias.double()
     data = draws.batch((hidden.shape[0],), weight.shape[0], torch.float32)
@@ -90,7 +89,7 @@ def near(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> draws.Batch:
 def by_autograd(
     parts: list[Tensor], data: draws.Batch, keywords: dict[str, Any]
 ) -> tuple[draws.Exact, list[Tensor]]:
-    """The loss and the gradients of (hidden, weight, bias) by plain autograd in fp64."""
+    """Return the loss and the gradients of (hidden, weight, bias) by plain autograd in fp64."""
     leaves = [x.double().requires_grad_() for x in parts]
     w = torch.full(data.tokens.shape, 1 / len(data.tokens), dtype=torch.float64)
     out = draws.exact(leaves[0] @ leaves[1].T + leaves[2], *data[1:], w, **keywords)
@@ -119,8 +118,8 @@ LOOPED = (
     "soft-cap",
     "everything",
 )
-"""Terms whose operands are cut into chunks, or that take another way through the loop; the others
-are numbers that it hands on, and test_triton_rows.py has them."""
+"""Terms with operands per row, or with another path through the loop. The others are scalars, which
+triton/test_rows.py tests."""
 
 
 @pytest.mark.parametrize(
@@ -129,10 +128,10 @@ are numbers that it hands on, and test_triton_rows.py has them."""
     + [(*chunks, "triton", torch.float32) for chunks in (("full KL", 1), ("full KL", None))]
     + [(*chunks, "cpu", dtype) for chunks in CHUNKS for dtype in (torch.float32, torch.float64)],
 )
-def test_the_launcher_gives_the_loss_and_the_gradients_of_autograd(
+def test_the_loop_gives_the_loss_and_gradients_of_autograd(
     term: str, chunk_size: int | None, backend: str, dtype: torch.dtype
 ) -> None:
-    """Odd N, V and H; chunks of one row, of all of them, and such that the last one is short."""
+    """Odd N, V and H; chunks of one row, of all rows, and with a shorter last one."""
     parts = head(7, 29, 13)
     data = near(*parts)
     keywords = draws.options(data, term)
@@ -159,10 +158,10 @@ def as_fp32(record: Any) -> Any:
 @backends
 @pytest.mark.parametrize("chunk_size", [3, None])
 @pytest.mark.parametrize("upstream", ["all", "KL alone", "no reference"])
-def test_statistics_against_a_reference_head_and_their_gradients(
+def test_statistics_with_a_reference_head_and_their_gradients(
     backend: str, chunk_size: int | None, upstream: str
 ) -> None:
-    """Of a reference of another width and with a bias; each statistic with its own gradient."""
+    """With a reference of another width and with a bias, and a gradient for each statistic."""
     n, vocab = 7, 29
     parts = head(n, vocab, 13)
     ref_parts = [x + 0.3 for x in head(n, vocab, 5)]
@@ -200,7 +199,7 @@ def test_statistics_against_a_reference_head_and_their_gradients(
 
 @backends
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_batch_of_no_row_and_of_one(backend: str, n: int) -> None:
+def test_batches_of_no_row_and_of_one(backend: str, n: int) -> None:
     leaves = [x.requires_grad_() for x in head(n, 11, 5, torch.float32)]
     data = near(*(x.detach() for x in leaves))
     out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], bias=leaves[2], backend=backend)
@@ -212,15 +211,15 @@ def test_a_batch_of_no_row_and_of_one(backend: str, n: int) -> None:
     assert out.logprobs.shape == (n,)
 
 
-# ------------------------------------------------------------------------------- masked rows
+# ------------------------------------------------------------------------------------ masked rows
 
 
 @backends
 @pytest.mark.parametrize("by", ["mask", "weights", "mask under compile"])
-def test_masked_rows_may_hold_anything_whether_they_are_cut_out_or_not(
+def test_masked_rows_may_hold_anything_whether_they_are_skipped_or_not(
     backend: str, by: str
 ) -> None:
-    """A row of NaN times a gradient of 0 would be NaN in all of dW."""
+    """A NaN row times a gradient of 0 would make all of dW NaN."""
     keep = torch.tensor([True, False, True, True, False, True, True])
     parts = head(7, 29, 13, torch.float32)
     data = near(*parts)
@@ -254,11 +253,11 @@ def test_masked_rows_may_hold_anything_whether_they_are_cut_out_or_not(
 
 @pytest.mark.parametrize("width", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_launcher_asks_cublas_for_no_dtype_that_it_refuses(
+def test_the_loop_requests_only_dtypes_that_cublas_supports(
     width: torch.dtype, wanted: torch.dtype
 ) -> None:
-    """Parameters of one dtype, GEMMs of another: cuBLAS writes the operands' dtype, or fp32. On
-    meta tensors, which have torch's checks of the dtypes and no numbers."""
+    """cuBLAS writes the operands' dtype, or fp32. On meta tensors, which have torch's dtype checks
+    and no numbers."""
 
     class OnGpu(Tensor):
         is_cuda = True  # type: ignore[assignment]
@@ -277,14 +276,14 @@ def test_the_launcher_asks_cublas_for_no_dtype_that_it_refuses(
 
 
 class Product(NamedTuple):
-    """A matrix product: the shapes of its two matrices, and their dtypes."""
+    """A matrix product: shapes and dtypes of its two matrices."""
 
     shapes: list[tuple[int, ...]]
     dtypes: set[torch.dtype]
 
 
 class Products(TorchDispatchMode):
-    """The matrix products below it."""
+    """Records the matrix products in this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +303,7 @@ CAUSES = ("clip", "zero advantage", "all", "none", "one")
 
 
 def caused(cause: str, parts: list[Tensor]) -> draws.Batch:
-    """A batch some of whose rows have no gradient, for this cause."""
+    """Return a batch with some rows without a gradient, for this cause."""
     data = near(*parts)
     n = len(data.tokens)
     if cause == "zero advantage":
@@ -321,8 +320,8 @@ def caused(cause: str, parts: list[Tensor]) -> draws.Batch:
 @pytest.mark.parametrize(
     ("cause", "masked"), [(cause, False) for cause in CAUSES] + [("zero advantage", True)]
 )
-def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, masked: bool) -> None:
-    """The loss and gradients of the definition, from products over fewer rows."""
+def test_rows_without_a_gradient_skip_the_gradient_gemms(cause: str, masked: bool) -> None:
+    """Loss and gradients of the definition, from products over fewer rows."""
     n = 36
     parts = head(n, 31, 9, torch.float32)
     data = caused(cause, parts)
@@ -352,8 +351,8 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
 
 
 @pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
-def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
-    """Clipped rows have a gradient of their entropy and of their KL."""
+def test_rows_with_a_gradient_of_another_term_are_kept(term: str) -> None:
+    """Clipped rows have gradients of their entropy and KL."""
     parts = head(12, 31, 9, torch.float32)
     data = near(*parts)
     data.advantages.zero_()
@@ -378,8 +377,8 @@ def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
     assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
 
 
-def test_a_row_that_is_nan_is_not_dropped() -> None:
-    """It must reach the gradient, where it is noticed."""
+def test_a_nan_row_is_kept() -> None:
+    """It must reach the gradient, to be noticed."""
     parts = head(6, 31, 9, torch.float32)
     data = near(*parts)
     data.advantages.zero_()
@@ -396,9 +395,9 @@ def test_a_row_that_is_nan_is_not_dropped() -> None:
 
 @backends
 @pytest.mark.parametrize("need", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
-def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) -> None:
-    """The loss forms the logits once, the statistics again in their backward pass; dX and dW only
-    where they are wanted."""
+def test_frozen_parts_cost_no_gemm(backend: str, need: tuple[int, int, int]) -> None:
+    """The loss computes the logits once, the statistics again in their backward pass; dX and dW
+    only if needed."""
     parts = head(8, 31, 9, torch.float32)
     data = near(*parts)
     weights = torch.full((8,), 0.125)
@@ -434,10 +433,10 @@ def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) 
         (torch.float32, 4, False),
     ],
 )
-def test_gemms_run_in_the_compute_dtype_but_for_a_dw_that_adds_up_on_a_cpu(
+def test_gemms_run_in_the_compute_dtype_except_an_accumulated_dw_on_a_cpu(
     backend: str, dtype: torch.dtype, chunk_size: int, cast: bool
 ) -> None:
-    """Whatever the parameters are in; their gradients come back in the parameters' dtype.
+    """For any dtype of the parameters; gradients have the parameters' dtypes.
 
     A CPU has no product of 16-bit matrices in fp32: with several chunks it multiplies fp32 copies.
     """
@@ -461,12 +460,11 @@ def test_gemms_run_in_the_compute_dtype_but_for_a_dw_that_adds_up_on_a_cpu(
     ("backend", "dtype"),
     [("cpu", torch.bfloat16), ("cpu", torch.float16), ("triton", torch.float16)],
 )
-def test_a_chunk_s_share_of_dw_is_not_rounded_before_it_is_added(
-    backend: str, dtype: torch.dtype
-) -> None:
-    """Each row a chunk: against an fp64 sum of the same rounded gradients, dW is rounded once.
+def test_a_chunks_contribution_to_dw_is_not_rounded(backend: str, dtype: torch.dtype) -> None:
+    """With one row per chunk, dW is rounded once, compared with an fp64 sum of the same rounded
+    gradients.
 
-    A sum in the weight's dtype, rounded once a chunk, would be off by some √n of that.
+    A sum in the weight's dtype, rounded per chunk, would be off by about √n of that.
     """
     n = 64 if backend == "cpu" else 16
     parts = head(n, 31, 9, dtype)
@@ -480,12 +478,12 @@ def test_a_chunk_s_share_of_dw_is_not_rounded_before_it_is_added(
     assert found is not None
     unit = torch.finfo(dtype).eps
     error = (found.double() - wanted).abs()
-    # half a unit of the last place of dW, and of one gradient that a GEMM of one row rounds apart
+    # half a unit in the last place of dW, and of a gradient that a one-row GEMM rounds differently
     assert (error <= unit * wanted.abs() + unit * wanted.abs().max() / n).all()
 
 
 def test_one_chunk_needs_no_accumulator() -> None:
-    """dW is written in the weight's own dtype: nothing of its size is allocated in fp32."""
+    """dW is written in the weight's dtype: no fp32 allocation has its size."""
     hidden, weight = torch.ones(2, 64).bfloat16(), torch.zeros(301, 64).bfloat16()
     data = draws.Batch(torch.empty(0), torch.zeros(2, dtype=torch.int64), *torch.ones(2, 2))
     for backend in ROWS:
@@ -501,7 +499,7 @@ def test_one_chunk_needs_no_accumulator() -> None:
     ("term", "chunk_size"),
     [("policy", 16), ("entropy", 1), ("entropy", 64), ("full KL", 16), ("everything", 16)],
 )
-def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: int) -> None:
+def test_the_error_in_bf16_is_at_most_twice_that_of_plain_bf16(term: str, chunk_size: int) -> None:
     """Plain: F.linear in bf16, the loss in fp32 on its logits, autograd. Both against fp64."""
     n, vocab, width = 63, 257, 33
     parts = head(n, vocab, width, torch.bfloat16)
@@ -519,7 +517,7 @@ def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: 
         *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, **as_linear(keywords)
     )
     grads = torch.autograd.grad(found.loss, leaves)
-    # One loss is a single draw of a rounding error that may be 0: its tokens are many.
+    # The loss is a single draw of a rounding error, which may be 0; its tokens are many.
     for name in ("logprobs", "entropy", "kl"):
         ours, theirs, true = (getattr(x, name).double() for x in (found, eager, exact))
         assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
@@ -533,7 +531,7 @@ def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("vocab", [3, 1009, 32000, 151936, 262144])
-def test_the_default_chunk_keeps_its_promises(device: str, vocab: int) -> None:
+def test_the_default_chunk(device: str, vocab: int) -> None:
     one_chunk, enough = {"cpu": (2**23, 512), "cuda": (2**28, 4096)}[device]
     for width in (896, 4096):
         for rows in (0, 1, 7, 512, 2048, 8192, 8193, 32768, 100_001, 2**20):
@@ -552,12 +550,13 @@ def test_the_default_chunk_keeps_its_promises(device: str, vocab: int) -> None:
             else:
                 assert size < rows or rows == 1
                 assert size <= max(enough, one_chunk // vocab)
-            # No last chunk of a few rows, which would cost as much dW traffic as a full one.
+            # A last chunk of few rows would cost as much dW traffic as a full one.
             assert rows - (chunks - 1) * size > 0.5 * size or rows < 2 * chunks
 
 
-def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> None:
-    """A bf16 head's dW is gathered in fp32, the memory of 2·H rows of bf16 logits; not fp32's."""
+def test_one_chunk_if_it_takes_no_more_memory_than_the_accumulator_of_several() -> None:
+    """A bf16 head's dW is accumulated in fp32, the memory of 2·H rows of bf16 logits; an fp32
+    head's is not."""
     cuda, vocab, width = torch.device("cuda"), 151936, 4096
     fp32 = torch.empty(vocab, width, device="meta")
     bf16 = fp32.bfloat16()
@@ -573,8 +572,8 @@ def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> N
     )
 
 
-def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
-    """oneDNN's bf16 products read some of it, times 0: NaN would be in every gradient."""
+def test_the_padding_of_the_buffers_rows_is_zero() -> None:
+    """oneDNN's bf16 products read some of it times 0: NaN would reach every gradient."""
     projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
     head = linear._Head(projection, torch.bfloat16, buffer_rows=3, aligned=True)
     whole = head.buffer._base
@@ -583,8 +582,8 @@ def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
     assert (whole[:, 1003:] == 0).all()
 
 
-def test_the_logits_are_gone_before_dw_is_cast() -> None:
-    """The cast is where most memory is held; larger chunks add nothing to it."""
+def test_the_logits_are_freed_before_dw_is_cast() -> None:
+    """The cast is the peak of memory, and larger chunks do not raise it."""
     hidden, weight, _ = head(12, 521, 64, torch.bfloat16)
     data = near(hidden, weight, None)
 
@@ -606,10 +605,10 @@ def test_the_logits_are_gone_before_dw_is_cast() -> None:
         ("triton", "full KL", True),
     ],
 )
-def test_no_tensor_of_the_logits_size_is_ever_made(
+def test_no_tensor_has_the_size_of_the_logits(
     backend: str, term: str, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the default chunk and a given one, in forward and backward and without a gradient."""
+    """With the default and a given chunk size, in forward and backward, and without a gradient."""
     little = linear.LINEAR_BUDGETS["cpu"]._replace(one_chunk=2**16)  # as small as the batch here
     monkeypatch.setitem(linear.LINEAR_BUDGETS, "cpu", little)
     n, vocab, width = (600, 521, 3) if backend == "cpu" else (10, 2053, 3)
@@ -633,8 +632,8 @@ def test_no_tensor_of_the_logits_size_is_ever_made(
 
 
 @backends
-def test_every_chunk_is_formed_in_the_same_memory(backend: str) -> None:
-    """Twice as many chunks: the peak does not move, and no second buffer is made."""
+def test_every_chunk_uses_the_same_memory(backend: str) -> None:
+    """Twice as many chunks do not raise the peak or need a second buffer."""
     (most, step, vocab), width = (64, 16, 4001) if backend == "cpu" else (12, 3, 2053), 3
     leaves = [x.requires_grad_() for x in head(most, vocab, width, torch.float32)]
     data = near(*(x.detach() for x in leaves))
@@ -655,8 +654,8 @@ def test_every_chunk_is_formed_in_the_same_memory(backend: str) -> None:
 # ---------------------------------------------------------------------------------- many ranks
 
 
-def test_a_real_dtensor_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """On a mesh of one process; gathered as the sentence says, it is taken."""
+def test_a_dtensor_raises_an_error_with_a_fix(tmp_path: Path) -> None:
+    """On a mesh of one process. Gathered as the message says, it works."""
     parts = head(4, 7, 3, torch.float32)
     data = near(*parts)
     distributed.init_process_group(

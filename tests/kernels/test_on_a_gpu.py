@@ -1,9 +1,10 @@
-"""What of the kernels only a GPU can show: full sizes, reproducibility, capture, waits, memory.
+"""Properties of the kernels that only a GPU shows: full sizes, reproducibility, capture, waits,
+memory.
 
-Everything here is skipped without CUDA. The accuracy of each path is in test_triton_rows.py,
-test_linear.py and test_triton_advantages.py, of which the first and the last run compiled where
-there is a GPU. The definition in fp64 is computed a few rows at a time, so that the largest case
-needs little more than its logits: 2.5 GB of bf16 and as much for the gradient.
+Skipped without CUDA. triton/test_rows.py, test_linear.py and triton/test_advantages.py test the
+accuracy of each path; the first and the last run compiled on a GPU. The definition in fp64 is
+computed a few rows at a time, so that the largest case needs little more than its logits: 2.5 GB of
+bf16 and as much for the gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Triton warns about a default that its next release changes; the launches here set it.
+    # Triton warns about a default that its next release changes; these launches set it.
     pytest.mark.filterwarnings("ignore::UserWarning:triton"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),  # Inductor's advice
 ]
@@ -48,11 +49,11 @@ PLAIN = Softmax()
 CLIPPED = Objective(0.8, 1.2)
 ENTROPY = CLIPPED._replace(entropy_coef=0.01)
 MEMORY_MARGIN = 2 * 2**30
-"""Bytes kept free beside a case's own tensors: the context, the definition, the allocator."""
+"""Bytes kept free besides a case's own tensors: context, definition, allocator."""
 
 
 def needs(size: int) -> None:
-    """Skips where `size` bytes of GPU memory are not free."""
+    """Skip unless `size` bytes of GPU memory are free."""
     free, _ = torch.cuda.mem_get_info()
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < size + MEMORY_MARGIN:
@@ -66,7 +67,7 @@ def memory_comes_back() -> Iterator[None]:
 
 
 def extra_memory(work: Callable[[], Any]) -> int:
-    """The peak of `work` above what is allocated before, bytes."""
+    """Return the peak of `work` above the memory allocated before, bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -79,7 +80,7 @@ def extra_memory(work: Callable[[], Any]) -> int:
 
 
 def draw_rows(n: int, vocab: int) -> dict[str, Any]:
-    """Arguments of the kernels' ppo_loss near its clips, bf16, drawn on the device."""
+    """Draw arguments of the kernels' ppo_loss near its clips, bf16, on the device."""
     g = torch.Generator("cuda").manual_seed(0)
     logits = torch.empty(n, vocab, dtype=torch.bfloat16, device="cuda")
     logits.normal_(0.0, 3.0, generator=g)
@@ -107,7 +108,7 @@ def public_arguments(n: int, vocab: int) -> tuple[Tensor, ...]:
 def draw_head(
     n: int, vocab: int, width: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """(hidden, weight, (tokens, old logprobs, advantages)), logits of standard deviation 3."""
+    """Draw (hidden, weight, (tokens, old logprobs, advantages)) with logits of deviation 3."""
     g = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -125,7 +126,7 @@ def draw_head(
 def head_loss(
     hidden: Tensor, weight: Tensor, data: tuple[Tensor, ...], objective: Objective, gemm: Gemm
 ) -> LinearPPORows:
-    """The loop's own loss, each token weighing 1/N."""
+    """Return the chunk loop's loss with weights of 1/N."""
     per_token = PerToken(*data, torch.full((len(hidden),), 1 / len(hidden), device="cuda"))
     return linear.ppo_loss(
         Projection(hidden, weight),
@@ -138,7 +139,7 @@ def head_loss(
 
 
 def draw_sequences(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(scores, values, logprobs, mask)"""
+    """Draw (scores, values, logprobs, mask)."""
     values, logprobs = torch.randn(2, *shape, device="cuda")
     mask = torch.rand(shape, device="cuda") < 0.8
     return torch.randn(shape[0], device="cuda"), values, logprobs, mask
@@ -157,7 +158,7 @@ def advantages_of(
 
 
 def assert_rows(arguments: dict[str, Any], result: PPORows, rows: Tensor) -> None:
-    """These rows of a result against the definition in fp64."""
+    """Compare rows of a result with the definition in fp64."""
     for part in rows.split(64):
         records, _ = operands(in_fp64({k: v[part] for k, v in arguments.items()}))
         wanted = definition.ppo_loss(*records)
@@ -171,7 +172,7 @@ def test_vocabularies_at_full_height(vocab: int) -> None:
     needs(3 * 2 * N * vocab)
     arguments = draw_rows(N, vocab)
     result = rows_loss(arguments)
-    # The first and the last row of every program, and rows in between.
+    # The first and last row of every program, and rows in between.
     assert_rows(
         arguments, result, torch.cat([torch.arange(0, N, 257), torch.arange(N - 32, N)]).cuda()
     )
@@ -217,7 +218,7 @@ def test_more_rows_than_a_grid_dimension() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 131072), (1024, 8192), (8192, 1024)])
 def test_large_batches_of_sequences(shape: tuple[int, int]) -> None:
-    """8.4 M tokens, padded, against the CPU's loops, whose sums are fp64."""
+    """8.4 M padded tokens against the CPU's loops, whose sums are fp64."""
     batch = draw_sequences(shape)
     on_the_cpu = advantages_of(*(x.cpu() for x in batch), "cpu")
     for result, wanted in zip(advantages_of(*batch), on_the_cpu, strict=True):
@@ -225,7 +226,7 @@ def test_large_batches_of_sequences(shape: tuple[int, int]) -> None:
 
 
 def test_large_ragged_batches() -> None:
-    """From 0 to 131072 tokens, long and short ones in turn; the first rows padded, to the bit."""
+    """Alternating long and short lengths from 0 to 131072; the first also padded, to the bit."""
     total, lengths = 2**23, []
     for length in itertools.cycle([0, 1, 131072, 100, 8192, 8193, 777, 40000, 16384]):
         lengths.append(min(length, total - sum(lengths)))
@@ -264,10 +265,10 @@ def head_in_fp64(
 @pytest.mark.parametrize("vocab", [32000, 50257])
 @pytest.mark.parametrize("chunk_size", [100, None])
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "entropy_coef": 0.01}], ids=str)
-def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(
+def test_the_error_in_bf16_is_at_most_twice_that_of_plain_bf16(
     vocab: int, chunk_size: int | None, options: dict[str, Any]
 ) -> None:
-    """Also where V is odd and the rows of the buffer are padded."""
+    """Also for odd V with padded rows of the buffer."""
     hidden, weight, data = draw_head(512, vocab, 256)
     _, exact = head_in_fp64(hidden, weight, data, **options)
     plain = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -282,7 +283,7 @@ def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(
         assert (ours.double() - true).norm() <= 2 * (theirs.double() - true).norm()
 
 
-def test_fp32_is_the_definition() -> None:
+def test_fp32_equals_the_definition() -> None:
     hidden, weight, data = draw_head(300, 4001, 96, torch.float32)
     wanted_loss, wanted_grads = head_in_fp64(hidden, weight, data, entropy_coef=0.01)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -295,10 +296,10 @@ def test_fp32_is_the_definition() -> None:
 @pytest.mark.parametrize("chunk_size", [64, 4096])
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
 def test_dw_is_accumulated_in_fp32(chunk_size: int, own: torch.dtype) -> None:
-    """64 chunks lose nothing, and a bf16 dW is the fp32 one rounded once.
+    """64 chunks lose no accuracy, and a bf16 dW is the fp32 one rounded once.
 
-    Small integers, whose logits are exact in bf16: every chunk size then gives the same gradient of
-    the logits, and its product with the hidden states in fp64 is the truth.
+    Small integers have exact logits in bf16, so every chunk size gives the same gradient of the
+    logits. The expected result is its product with the hidden states in fp64.
     """
     n, vocab, width = 4096, 1000, 64
     _, _, data = draw_head(n, vocab, width)
@@ -315,7 +316,7 @@ def test_dw_is_accumulated_in_fp32(chunk_size: int, own: torch.dtype) -> None:
 
 
 class Gemms(TorchDispatchMode):
-    """The matrix products below it: the dtypes of their matrices, and that of the result."""
+    """Records the matrix products in this context: dtypes of the matrices and of the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +374,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 
 def steps(name: str) -> tuple[Step, list[Tensor]]:
-    """(a forward and backward pass, the tensors that it reads)"""
+    """Return (a forward and backward pass, the tensors that it reads)."""
     if name.startswith("head"):
         hidden, weight, data = draw_head(256, 32000, 128)
         mask = torch.arange(256, device="cuda") % 3 != 0 if name == "head, mask" else None
@@ -393,7 +394,7 @@ def steps(name: str) -> tuple[Step, list[Tensor]]:
     factor = 0.25 if "factor" in name else 1.0
 
     def step() -> tuple[Tensor, ...]:
-        # On a copy: in place, the gradient overwrites what it was formed from.
+        # On a copy, since in place the gradient overwrites the logits.
         leaf = logits.clone().requires_grad_()
         options: dict[str, Any] = {"inplace": "in place" in name, "entropy_coef": 0.01}
         out = fastppo.ppo_loss(leaf * 1, *rest, backend="triton", **options)
@@ -407,7 +408,7 @@ def steps(name: str) -> tuple[Step, list[Tensor]]:
     "name", ["loss", "loss, in place, factor", "head", "head, mask", "sequences"]
 )
 def test_captured_in_a_cuda_graph(name: str) -> None:
-    """A capture fails on any synchronisation, and replays with other numbers in the same memory."""
+    """A synchronisation makes a capture fail. The replay uses other numbers in the same memory."""
     step, inputs = steps(name)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -460,7 +461,7 @@ def test_nothing_waits_for_the_gpu_without_a_mask(name: str) -> None:
 
 
 class Attach(torch.autograd.Function):
-    """The logits' own memory, with a graph behind it and no gradient of its size in front."""
+    """Return the logits' memory as a non-leaf, and drop the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shift: Tensor) -> Tensor:
@@ -475,7 +476,7 @@ def test_extra_memory_in_place() -> None:
     """Under 1 % of the logits, forward and backward."""
     needs(2 * 2 * N * V)
     logits, *rest = public_arguments(N, V)
-    # Not a leaf, as behind a model's head; its own gradient goes to a function that drops it.
+    # Not a leaf, like a head's output; `Attach` drops its gradient.
     shift = torch.zeros((), dtype=logits.dtype, device="cuda", requires_grad=True)
     x = Attach.apply(logits, shift)
     extra = extra_memory(lambda: fastppo.ppo_loss(x, *rest, inplace=True).loss.backward())
@@ -485,10 +486,10 @@ def test_extra_memory_in_place() -> None:
 @pytest.mark.parametrize("n", [8192, 32768])
 @pytest.mark.parametrize("head", ["frozen", "fp32"])
 def test_extra_memory_at_the_default_chunk(n: int, head: str) -> None:
-    """At most 15 % of the logits beside the gradients, for a frozen head and one held in fp32.
+    """At most 15 % of the logits besides the gradients, for a frozen head and an fp32 one.
 
-    A trained bf16 head has its gradient accumulated in an fp32 tensor of its own besides, the size
-    of 2·H rows of logits: kernels/NOTES.md.
+    A trained bf16 head also has an fp32 accumulator, the size of 2·H rows of logits: see
+    kernels/NOTES.md.
     """
     width = 1024
     hidden, weight, data = draw_head(n, V, width)

@@ -1,13 +1,13 @@
-"""The CPU's loops over rows of logits against the definition in fp64.
+"""The CPU's loops over rows of logits equal the definition in fp64.
 
 Logits, exponentials and their sums are fp32: 1e-5 nats (or 4 units in the last place of a larger
-logprob), and a gradient to 2e-6 of the row's largest entry, some ten factors, each rounded by 6e-8;
-the ratio takes over three roundings of the logprob, which are more below −11 nats. A sampled KL's
+logprob). A gradient is within 2e-6 of the row's largest entry: some ten factors, each rounded by
+6e-8; the ratio inherits the logprob's three roundings, which grow below −11 nats. A sampled KL's
 derivative is a difference of logprobs, known to 1e-6 nats, and may cancel the policy term's: 1e-6
 of the token's weight more. Capped scores are rounded before the shift, and 16-bit gradients at the
-end: both by `rows.assert_gradient`. From kept statistics the entropy's gradient of logits that
-hardly differ has fewer digits, by a test of its own.
-test_losses.py goes through every keyword of the public functions, which run this backend.
+end: both by `rows.assert_gradient`. The entropy's gradient from saved statistics of nearly equal
+logits has fewer digits, and a test of its own. test_losses.py tests every keyword of the public
+functions on this backend.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def assert_rows_gradient(
     found: Tensor, wanted: Tensor, logprobs: Tensor, floor: Tensor | float = 0.0
 ) -> None:
-    """Relative to the row's largest entry; `floor` [N, 1] is allowed besides."""
+    """Compare relative to the row's largest entry; `floor` [N, 1] is allowed in addition."""
     assert torch.equal(found.isnan(), wanted.isnan())
     error = (found.double() - wanted).nan_to_num(0.0).abs()
     largest = wanted.nan_to_num(0.0).abs().amax(-1, keepdim=True)
@@ -63,7 +63,7 @@ def assert_rows_gradient(
 
 
 def check_loss(given: dict[str, Any]) -> PPORows:
-    """Value and gradient, and the same in place and without a gradient."""
+    """Compare value and gradient, also in place and without a gradient."""
     exact, exact_rest = operands(in_fp64(given))
     wanted = definition.ppo_loss(*exact, **exact_rest)
     records, rest = operands(given)
@@ -95,7 +95,7 @@ def check_loss(given: dict[str, Any]) -> PPORows:
 
 
 def check_statistics(given: dict[str, Any], grads: StatsGradients) -> None:
-    """The statistics, and the logits' gradient from them by `grads`."""
+    """Compare the statistics, and the gradient of the logits for `grads`."""
     records, rest = operands(given)
     logits, softmax, ref = records.logits, records.softmax, rest.get("ref_logits")
     tokens = records.per_token.tokens
@@ -120,7 +120,7 @@ def check_statistics(given: dict[str, Any], grads: StatsGradients) -> None:
         *((2051, dtype, "masked") for dtype in DTYPES[1:]),
     ],
 )
-def test_loss_and_gradient_are_the_definition_s(
+def test_loss_and_gradient_equal_the_definition(
     term: str, vocab: int, dtype: torch.dtype, change: str
 ) -> None:
     found = check_loss(arguments_of(term, vocab, dtype, change))
@@ -131,7 +131,7 @@ def test_loss_and_gradient_are_the_definition_s(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("upstream", ["all", "some rows", "logprob alone"])
 @pytest.mark.parametrize("term", ["policy", "full KL", "everything"])
-def test_statistics_and_their_gradients_are_the_definition_s(
+def test_statistics_and_gradients_equal_the_definition(
     term: str, upstream: str, dtype: torch.dtype
 ) -> None:
     given = arguments_of(term, 2051, dtype)
@@ -144,7 +144,7 @@ def test_statistics_and_their_gradients_are_the_definition_s(
     check_statistics(given, grads)
 
 
-# --------------------------------------------------------------------------------- numbers of a row
+# ---------------------------------------------------------------------------------- special numbers
 
 
 @pytest.mark.parametrize(("case", "softcap"), EDGES)
@@ -164,7 +164,7 @@ def test_tokens_at_both_ends_of_a_block() -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "one peak over a flat row", "spread"])
 def test_sums_over_a_large_vocabulary_keep_their_digits(kind: str) -> None:
-    """152064 equal addends: where a running sum rounds the same way each time."""
+    """152064 equal terms, where a running sum rounds in the same direction each time."""
     vocab = 152064
     given = draw(2, vocab, spread=5.0) | {"entropy_coef": 0.5}
     if kind != "spread":
@@ -185,8 +185,8 @@ def test_a_soft_caps_gradient_keeps_its_digits_near_the_cap() -> None:
     check_loss(given)
 
 
-def test_the_entropy_s_gradient_from_kept_statistics_of_logits_that_hardly_differ() -> None:
-    """It is p·(μ − t), and μ is log S − entropy: of 7.6 nats fp32 keeps 2.4e-7 each, beside some
+def test_the_entropys_gradient_from_saved_statistics_of_nearly_equal_logits() -> None:
+    """It is p·(μ − t) with μ = log S − entropy. fp32 keeps 7.6 nats to 2.4e-7 each, against about
     3.4 deviations of 0.01."""
     given = draw(5, 2064, spread=0.01)
     logits, tokens = given["logits"], given["tokens"]
@@ -224,7 +224,7 @@ def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
 
 @pytest.mark.parametrize("below", [3.0, 12.0, 19.0, 30.0])
 def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: float) -> None:
-    """e^{−d} cancels between the estimate and its slope: at 19 nats all of fp32 would be gone."""
+    """e^{−d} cancels between the estimate and its slope: at 19 nats fp32 would have no digits left."""
     given = draw(N, 37) | {"kl_coef": 0.2, "kl_ratio_weighted": True}
     given["advantages"][:] = 0.0
     given["ref_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + below
@@ -239,7 +239,7 @@ def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: fl
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_a_view_are_taken_where_they_lie(dtype: torch.dtype) -> None:
+def test_rows_of_a_view_are_read_in_place(dtype: torch.dtype) -> None:
     given, _ = operands(draw(6, 37, dtype))
     wanted = cpu_rows.ppo_loss(*given)
     whole = torch.full((3, 3, 41), torch.nan, dtype=dtype)
@@ -296,9 +296,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_it_runs_after_a_fork_and_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """Without a folder for compiled code it is compiled anew, and no warning says so. Files stand
-    where folders would be made: a superuser may write into a folder that is read-only."""
+def test_it_runs_after_a_fork_and_without_a_writable_folder(tmp_path: Path) -> None:
+    """Without a folder for compiled code it compiles again, without a warning. Files are in place
+    of the folders, because a superuser can write to read-only folders."""
     shutil.copytree(
         Path(fastppo_kernels.__file__).parent,
         tmp_path / "fastppo_kernels",

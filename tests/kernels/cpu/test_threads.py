@@ -1,4 +1,4 @@
-"""How the CPU's loops are kept for later processes, and what a terminal is told."""
+"""The cache of the CPU's compiled loops, and the message on a terminal."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ print(fastppo.token_logprobs(batch.logits, batch.tokens, temperature=0.7).tolist
 
 @pytest.fixture
 def loops(tmp_path: Path) -> Path:
-    """A folder with a module of kernels that nobody has compiled."""
+    """Return a folder with an uncompiled module of kernels."""
     (tmp_path / "loops.py").write_text("".join(LOOP.format(i=i) for i in range(COUNT)))
     return tmp_path
 
 
 def imported(loops: Path) -> Any:
-    """The module anew, as in another process."""
+    """Import the module again, as another process would."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(loops)
         patch.delitem(sys.modules, "loops", raising=False)
@@ -62,10 +62,10 @@ def run_all(loops: Path, dtype: str, barrier: Any = None) -> None:
         assert getattr(module, f"loop_{i}")(np.array([3], dtype)) == 3
 
 
-def test_cold_processes_that_compile_at_once_leave_code_that_later_ones_can_run(
+def test_processes_that_compile_at_once_leave_a_correct_cache(
     loops: Path,
 ) -> None:
-    """With numba's own cache code of one dtype may be found under another, for good."""
+    """numba's own cache may store the code of one dtype under another, permanently."""
     barrier = FORKSERVER.Barrier(len(DTYPES))
     cold = [FORKSERVER.Process(target=run_all, args=(loops, x, barrier)) for x in DTYPES]
     for process in cold:
@@ -81,7 +81,7 @@ def test_cold_processes_that_compile_at_once_leave_code_that_later_ones_can_run(
         assert sum(loop.stats.cache_hits.values()) == len(DTYPES)
 
 
-def test_code_is_kept_until_any_source_of_the_package_changes(
+def test_code_is_cached_until_any_source_of_the_package_changes(
     loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hits() -> int:
@@ -99,13 +99,13 @@ def test_code_is_kept_until_any_source_of_the_package_changes(
     assert [hits(), hits()] == [0, 1]
 
 
-def test_code_that_finds_the_disk_full_or_was_cut_off_is_compiled_anew(loops: Path) -> None:
+def test_a_full_disk_or_truncated_code_compiles_again(loops: Path) -> None:
     def hits() -> int:
         loop = imported(loops).loop_0
         assert loop(np.array([3.0])) == 3.0
         return sum(loop.stats.cache_hits.values())
 
-    imported(loops)  # whose bytecode is kept, whole
+    imported(loops)  # keeps its bytecode
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -122,9 +122,9 @@ def test_code_that_finds_the_disk_full_or_was_cut_off_is_compiled_anew(loops: Pa
 
 
 @pytest.mark.slow
-def test_code_that_was_kept_gives_the_bits_of_code_that_was_just_compiled(tmp_path: Path) -> None:
-    """A part that a loop calls, and does not hold, is compiled once by itself and once more with
-    the loop: two orders of its sums, and which of them runs depends on what was compiled before."""
+def test_cached_code_gives_the_same_bits_as_compiled_code(tmp_path: Path) -> None:
+    """A part that is called but not inlined would be compiled alone and with the loop, with two
+    orders of its sums, depending on what was compiled before."""
     paths = f"{processes.PATHS}{os.pathsep}{processes.ROOT / 'tests'}"
 
     def logprobs() -> str:
@@ -138,7 +138,7 @@ def test_code_that_was_kept_gives_the_bits_of_code_that_was_just_compiled(tmp_pa
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.2])
-def test_a_terminal_is_told_of_a_slow_compilation(
+def test_a_slow_compilation_is_announced_on_a_terminal(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Terminal(io.StringIO):

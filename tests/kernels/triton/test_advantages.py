@@ -1,7 +1,7 @@
-"""The Triton kernels for GAE, reward shaping and whitening, against the definition in fp64.
+"""The Triton kernels for GAE, reward shaping and whitening equal the definition in fp64.
 
-On a GPU as compiled; elsewhere under Triton's interpreter, where a scan costs about 0.1 ms a token:
-sizes are small, and so are the blocks, for a row of 40 tokens to have several chunks.
+Compiled on a GPU, elsewhere in Triton's interpreter, where a scan costs about 0.1 ms per token:
+sizes and blocks are small, so that a row of 40 tokens has several chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # there the compiled kernels run
 
 TOLERANCE = 1e-5
-"""Of the largest value. fp32 trees over random signs come to about 5e-7."""
+"""Relative to the largest value. fp32 trees over random signs reach about 5e-7."""
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -57,8 +57,8 @@ def test_discounts_at_their_ends(gamma: float, lam: float) -> None:
 
 
 def test_blocks_of_the_real_size() -> None:
-    """Two chunks, the second one short. At γλ = 1 every advantage is a sum to the end, and one that
-    happens to be near 0 is the difference of larger numbers: relative to the root mean square."""
+    """Two chunks, the second one short. At γλ = 1 every advantage is a sum to the end, and one near
+    0 is a difference of larger numbers, so errors are relative to the root mean square."""
     torch.manual_seed(0)
     v, r = torch.randn(2, 1, 8500, device=DEVICE) + 3
     given = operands(v, r, torch.rand(1, 8500, device=DEVICE) < 0.9, gamma=1.0, lam=1.0)
@@ -71,8 +71,8 @@ def test_blocks_of_the_real_size() -> None:
 # ---------------------------------------------------------------------------- shaping and whitening
 
 
-def test_a_nan_is_not_hidden() -> None:
-    """A broken reward model shows in its own sequence, through the clip, and nowhere else."""
+def test_a_nan_score_stays_visible() -> None:
+    """A NaN score passes the clip, and affects only its own sequence."""
     scores = torch.tensor([1.0, math.nan], device=DEVICE)
     x = torch.zeros(2, 40, device=DEVICE)
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
@@ -86,7 +86,7 @@ def test_a_nan_is_not_hidden() -> None:
 
 
 def test_sums_longer_than_their_lanes() -> None:
-    """More than 4 chunks in a row and more than 4 rows in the batch, with 4 lanes of each."""
+    """More than 4 chunks per row and more than 4 rows, with 4 lanes for each."""
     torch.manual_seed(0)
     x, ref = torch.randn(5, 70, device=DEVICE), torch.randn(5, 70, device=DEVICE)
     mask = torch.rand(5, 70, device=DEVICE) < 0.8
@@ -160,7 +160,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("wrong", [[0, 90, 20, 40], [-50, 10, 5, 99], [40, 40, 40, 40]])
 def test_wrong_cu_seqlens_stay_inside(wrong: list[int]) -> None:
-    """On a device they cannot be checked without waiting for it: wrong numbers, no stray access."""
+    """On a device they are not checked, to avoid a wait: wrong numbers, but no stray access."""
     room = torch.full((3, 40), 7.0, device=DEVICE)
     mask = torch.ones(40, dtype=torch.bool, device=DEVICE)
     scores = torch.zeros(3, device=DEVICE)
@@ -197,7 +197,7 @@ def test_strided_tensors() -> None:
         assert torch.equal(one, other)
 
 
-def test_refusals() -> None:
+def test_errors() -> None:
     x = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE)
     mask = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
     with pytest.raises(ValueError, match="values must be bfloat16, float16 or float32"):

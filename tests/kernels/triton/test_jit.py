@@ -1,6 +1,6 @@
-"""The scalar functions of the kernels keep the digits that they promise, against fp64.
+"""The scalar functions of the kernels have their documented accuracy, against fp64.
 
-fp32 holds a relative 6e-8; each function is some ten roundings: 1e-6 of its own value.
+fp32 has 6e-8, and each function has some ten roundings: 1e-6 relative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastppo_kernels.triton import jit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
-    # NumPy announces what is meant to happen: exponentials of ±1e30 overflow and are not chosen.
+    # NumPy warns about intended overflows: exponentials of ±1e30, which are not selected.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
 if DEVICE == "cuda":
@@ -74,7 +74,7 @@ def _capped(x, argument):
 
 
 def run(function: Any, x: Tensor, argument: Any = None) -> tuple[Tensor, Tensor]:
-    """(value, slope) of a jit function at each x, fp64."""
+    """Return (value, slope) of a jit function at each x, fp64."""
     padded = torch.zeros(BLOCK, device=DEVICE)
     padded[: len(x)] = x
     found = torch.empty(2, BLOCK, device=DEVICE)
@@ -103,8 +103,8 @@ def test_small_numbers_keep_their_digits(
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_sampled_kl_and_its_derivative_are_the_definition_s(estimator: str) -> None:
-    """Near 0, where training lives, and beyond the clamp at 20, where nothing moves."""
+def test_the_sampled_kl_and_its_derivative_equal_the_definition(estimator: str) -> None:
+    """Near 0, the usual case in training, and beyond the clamp at 20, where the gradient is 0."""
     d = torch.cat([BOTH_SIGNS, torch.tensor([25.0, -25.0])])
     value, slope = run({"k1": _k1, "k2": _k2, "k3": _k3}[estimator], d)
     exact = d.double().requires_grad_()
@@ -119,7 +119,7 @@ def test_the_sampled_kl_and_its_derivative_are_the_definition_s(estimator: str) 
     torch.testing.assert_close(slope, wanted_slope.detach(), rtol=2e-6, atol=0)
 
 
-def test_clamps_let_nan_through() -> None:
+def test_clamps_propagate_nan() -> None:
     value, _ = run(_between, torch.tensor([-5.0, 0.5, 5.0, torch.nan]))
     assert value[:3].tolist() == [-1.0, 0.5, 2.0]
     assert value[3].isnan()
@@ -127,8 +127,8 @@ def test_clamps_let_nan_through() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
 def test_the_soft_cap_and_its_slope(softcap: float | None) -> None:
-    """Scores in units of the cap, which goes into the row's scale. The slope keeps its digits where
-    the cap is reached, and 1 − tanh² has none."""
+    """Scores are in units of the cap, which is part of the row's scale. The slope keeps its digits
+    near the cap, where 1 − tanh² has none."""
     softmax = Softmax(logit_scale=1.5, softcap=softcap)
     value, slope = run(_capped, BOTH_SIGNS, softmax)
     x = BOTH_SIGNS.double()

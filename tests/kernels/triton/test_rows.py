@@ -1,4 +1,4 @@
-"""The row kernel against its definition in fp64, under Triton's interpreter.
+"""The row kernels equal the definition in fp64, in Triton's interpreter.
 
 Tolerances: see rows.py.
 """
@@ -46,32 +46,32 @@ from fastppo_kernels.triton import views as triton_views
 from fastppo_kernels.triton.launch import DTYPES
 
 pytestmark = [
-    # NumPy announces what the kernel means to happen: differences to the start of the running
-    # maximum overflow to −inf and are clamped there, and broken rows are NaN.
+    # NumPy warns about intended results: differences to the initial maximum overflow to −inf and
+    # are clamped, and broken rows are NaN.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cuda":  # there the same tests run the compiled kernels
+if DEVICE == "cuda":  # the same tests run the compiled kernels
     pytestmark.append(pytest.mark.gpu)
 
 
 def kernel_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
-    """The kernel's loss of flat keywords."""
+    """Return the kernel's loss for flat keywords."""
     given, rest = operands(on(DEVICE, arguments | options))
     return triton_rows.ppo_loss(*given, **rest)
 
 
 def defined_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
-    """The definition's, in fp64."""
+    """Return the definition's loss in fp64."""
     given, rest = operands(in_fp64(on("cpu", arguments | options)))
     found = definition.ppo_loss(*given, ref_logits=rest.get("ref_logits"))
     return found if rest.get("need_grad", True) else found._replace(grad=None)
 
 
 def check_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
-    """ppo_loss of the kernel against the definition in fp64 on the same numbers."""
+    """Compare the kernel's ppo_loss with the definition in fp64 on the same numbers."""
     logits = arguments["logits"]
     want = defined_loss(arguments, **options)
     got = kernel_loss(arguments, **options)
@@ -91,7 +91,7 @@ def check_stats(
     upstream: StatsGradients,
     ref_logits: Tensor | None = None,
 ) -> None:
-    """token_stats and its backward, given the gradients of (logprobs, entropy, KL)."""
+    """Compare token_stats and its backward pass for gradients of (logprobs, entropy, KL)."""
 
     def moved(record: Any, dtype: torch.dtype, device: str) -> Any:
         return type(record)(*(x.to(device, dtype) if isinstance(x, Tensor) else x for x in record))
@@ -114,15 +114,15 @@ def check_stats(
 
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("change", ["masked", "far"])
-def test_each_term_is_the_definition_s(term: str, change: str) -> None:
+def test_each_term_equals_the_definition(term: str, change: str) -> None:
     got = check_loss(arguments_of(term, change=change))
     assert got.grad is not None
     assert got.grad.isfinite().all()
 
 
-def test_off_16_bytes() -> None:
-    """Every distance of a row from the boundary; the token in its first part, in a whole tile, in
-    its last column; a row shorter than a part."""
+def test_unaligned_rows() -> None:
+    """Every offset from the boundary; the token in the first part, in a whole tile, in the last
+    column; a row shorter than a part."""
     for n, dtype, vocab in ((5, torch.float32, 2061), (9, torch.bfloat16, 7)):
         arguments = draw(n, vocab, dtype)
         arguments["tokens"][:4] = torch.tensor([0, vocab - 1, vocab // 2, 1])
@@ -140,8 +140,8 @@ def test_off_16_bytes() -> None:
     check_loss(arguments | {"logits": shifted}, inplace=True)
 
 
-def test_rows_of_two_kinds() -> None:
-    """The gradient's rows, dense, or the reference's lie differently against 16 bytes."""
+def test_rows_of_different_alignment() -> None:
+    """The dense gradient's rows, or the reference's, have another alignment."""
     arguments = draw(6, 2061, torch.bfloat16)
     wide = torch.randn(3, 3, 2061, device=DEVICE).bfloat16()
     wide[:, :-1] = arguments["logits"].view(3, 2, 2061)
@@ -200,8 +200,8 @@ def test_ruled_out() -> None:
     got = check_loss(arguments | {"weights": torch.tensor([1.0, 1, 0, 0])}, kl_estimator="full",
                      ref_logits=ref, kl_coef=0.1)  # fmt: skip
     assert got.kl.isfinite().all()
-    # By the reference alone: an infinite KL, whether it is the token or another column, first or
-    # last in its lane. Only reported, it leaves the loss and its gradient alone.
+    # By the reference only: an infinite KL, for the token or another column, first or last in its
+    # lane. If only reported, it does not affect the loss and its gradient.
     ref = draw(4, 2064, seed=1)["logits"]
     ref[0, 5], ref[1, 2040], ref[2, :1500] = -torch.inf, lowest, lowest
     ref[3, arguments["tokens"][3]] = -torch.inf
@@ -258,7 +258,7 @@ def test_scale() -> None:
             x = x.to(DEVICE, dtype)
             want = x.double() * third.double()
             triton_rows.scale_(x, third.to(DEVICE))
-            # One unit: the interpreter cuts bf16 off where a GPU rounds to nearest.
+            # One unit: the interpreter truncates to bf16, and a GPU rounds to nearest.
             assert_gradient(x.reshape(1, -1), want.reshape(1, -1), one_signed=True)
 
 
@@ -278,7 +278,7 @@ def test_scale() -> None:
     ],
 )
 def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
-    """Padded columns entered the logsumexp where V was no multiple of the block (verl 2656)."""
+    """Padded columns entered the logsumexp if V was not a multiple of the block (verl 2656)."""
     arguments = draw(2, vocab, dtype)
     arguments["tokens"] = torch.tensor([0, vocab - 1])
     logprobs = logprobs_of(arguments["logits"], arguments["tokens"])
@@ -294,7 +294,7 @@ def test_no_row_and_one(n: int) -> None:
 
 
 def test_fp16() -> None:
-    """Through the statistics in the public `ppo_loss`, through the kernel without a gradient."""
+    """By the statistics in the public `ppo_loss`, and by the kernel without a gradient."""
     arguments = draw(3, 507, torch.float16)
     check_loss(arguments, need_grad=False)
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
@@ -302,8 +302,8 @@ def test_fp16() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the target is made up")
 def test_wavefronts_of_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as many make up the threads that a row's tiles count on, and AMD's compiler takes no
-    registers by name. What lanes exchange the interpreter does not show."""
+    """Half as many wavefronts give a row's tiles the same threads, and AMD's compiler has no option
+    for registers. The interpreter does not show communication between lanes."""
     for module in (launch, triton_views):
         monkeypatch.setattr(module, "target", lambda: launch.Target("hip", 64))
     arguments = draw(3, 2064)
@@ -319,9 +319,9 @@ def test_wavefronts_of_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_on_a_gpu.py does this with real memory")
 def test_offsets_do_not_overflow_int32() -> None:
-    """int32 offsets wrapped at N·V > 2³¹ (fla 1082): rows 2³⁰ elements apart."""
+    """int32 offsets overflowed at N·V > 2³¹ (fla 1082): rows 2³⁰ elements apart."""
     apart, n, vocab = 2**30, 4, 40
-    # Anonymous memory that is never touched is never there.
+    # Untouched anonymous memory is never allocated.
     memory = mmap.mmap(-1, 2 * ((n - 1) * apart + vocab), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(memory, dtype=torch.bfloat16)
     far = flat.as_strided((n, vocab), (apart, 1))
@@ -347,8 +347,8 @@ def test_rows_at_the_edge_of_the_numbers(case: str, softcap: float | None) -> No
 
 @pytest.mark.parametrize("offset", [-1000.0, 1000.0])
 def test_a_reference_far_from_the_logits(offset: float) -> None:
-    """t − r comes from x − x_ref and the maxima's difference, each rounded at its size: off by 2⁻²³
-    of the distance in all, which is what moving the logits by a unit in their last place does."""
+    """t − r is computed from x − x_ref and the maxima's difference, each rounded at its size: in
+    total off by 2⁻²³ of the distance, like moving the logits by one unit in the last place."""
     arguments = draw(3, 2064)
     x, tokens, ref = arguments["logits"] + offset, arguments["tokens"], draw(3, 2064, seed=1)
     upstream = StatsGradients(torch.zeros(3), None, torch.ones(3))
@@ -374,7 +374,7 @@ def test_a_vocabulary_of_one() -> None:
 
 
 def test_a_token_that_is_masked_out() -> None:
-    """Its logprob is that of the definition, −1e30: finite, and beyond any clip."""
+    """Its logprob is −1e30, as in the definition: finite, and beyond any clip."""
     arguments = draw(2, 507)
     arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
     got, want = kernel_loss(arguments), cpu_rows.ppo_loss(*operands(arguments)[0])
@@ -382,8 +382,7 @@ def test_a_token_that_is_masked_out() -> None:
     torch.testing.assert_close(want.logprobs.double(), exact.logprobs)
     torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
     torch.testing.assert_close(got.grad.cpu(), want.grad)
-    # The logprob's derivative is [j = y] − p_j like any other token's; the definition's clamp has
-    # none.
+    # The logprob's derivative is [j = y] − p_j as for any token; the definition's clamp has none.
     x, tokens = arguments["logits"], arguments["tokens"]
     slopes = torch.nn.functional.one_hot(tokens, 507) - x.double().softmax(-1)
     for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
@@ -393,8 +392,8 @@ def test_a_token_that_is_masked_out() -> None:
         assert_gradient(module.token_stats_backward(upstream, *row, stats, PLAIN), slopes)
 
 
-def test_an_infinite_kl_that_counts_shows_in_its_row_alone() -> None:
-    """The definition's row has the policy term's gradient, beside a loss that is infinite, too."""
+def test_an_infinite_kl_with_a_coefficient_affects_only_its_row() -> None:
+    """The definition's row has only the policy term's gradient, with an infinite loss."""
     arguments = draw(3, 507)
     ref = draw(3, 507, seed=1)["logits"]
     ref[1, 100] = -torch.inf
@@ -409,8 +408,9 @@ def test_an_infinite_kl_that_counts_shows_in_its_row_alone() -> None:
 
 
 @pytest.mark.parametrize(("bad", "vocab"), [(torch.nan, 2064), (torch.nan, 507), (torch.inf, 2061)])
-def test_a_broken_row_shows(bad: float, vocab: int) -> None:
-    """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
+def test_a_broken_row_is_nan(bad: float, vocab: int) -> None:
+    """NaN or +inf in one logit makes loss and gradient of its row NaN, clipped or not, and of no
+    other."""
     arguments = draw(3, vocab)
     arguments["logits"][1, 100] = bad
     arguments["tokens"][1] = 3
@@ -422,7 +422,7 @@ def test_a_broken_row_shows(bad: float, vocab: int) -> None:
 
 
 def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
-    """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
+    """If checking would wait for the GPU, the result is NaN without a stray read."""
     arguments = draw(4, 507)
     arguments["tokens"][:3] = torch.tensor([-100, 507, -(2**62)])
     got = kernel_loss(arguments)
@@ -430,9 +430,9 @@ def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_peaked_rows_beside_a_reference(softcap: float | None) -> None:
-    """The token's share of the KL, t − r less its mean, keeps its digits likewise; and a soft-cap's
-    row maximum comes back from the statistics as it was."""
+def test_peaked_rows_with_a_reference(softcap: float | None) -> None:
+    """The token's share of the KL, t − r minus its mean, keeps its digits too; and the statistics
+    return a soft-cap's row maximum unchanged."""
     arguments = draw(3, 2061, spread=1.0)
     ref = draw(3, 2061, seed=1, spread=1.0)["logits"] + arguments["logits"]
     x, tokens = arguments["logits"], arguments["tokens"]
@@ -449,12 +449,12 @@ def test_peaked_rows_beside_a_reference(softcap: float | None) -> None:
     ("vocab", "dtype", "references"),
     [(507, torch.bfloat16, range(6)), (2061, torch.float32, (0, 2, 3))],
 )
-def test_normalizers_of_rows_that_are_no_distribution(
+def test_normalizers_of_invalid_rows(
     vocab: int, dtype: torch.dtype, references: Iterable[int]
 ) -> None:
-    """−inf of a row of −inf alone, NaN of a row with NaN whatever stands beside it, the policy's
-    and the reference's; each whatever the other row is: in rows shorter than a tile every pair, in
-    longer ones each kind beside itself, beside a distribution and beside another kind."""
+    """−inf for a row of −inf only, NaN for a row with NaN, for the policy and the reference,
+    whatever the other row is. Every pair in rows shorter than a tile; in longer ones each kind with
+    itself, with a distribution and with another kind."""
     logits, tokens = torch.randn(6, vocab), torch.arange(6)
     logits[0], logits[1, 100], logits[2, 7] = -torch.inf, torch.nan, torch.inf
     logits[3, 7], logits[3, 100] = torch.inf, torch.nan
@@ -476,8 +476,8 @@ def test_normalizers_of_rows_that_are_no_distribution(
 
 @pytest.mark.parametrize("level", [1e10, -1e13, 1e31])
 def test_rows_far_from_zero(level: float) -> None:
-    """What an anchor loses by its rounding is an exponent there: whole tiles are taken the careful
-    way, in both sweeps."""
+    """The anchor's rounding error would overflow as an exponent: whole tiles take the careful loop
+    in both sweeps."""
     arguments = draw(3, 2064)
     arguments["logits"][0] = level
     arguments["logits"][1] = level
@@ -490,7 +490,7 @@ def test_rows_far_from_zero(level: float) -> None:
 
 
 def test_identical_reference_has_no_kl() -> None:
-    """Within fp32's rounding of log S: the policy's sum takes the token last."""
+    """Within fp32's rounding of log S, since the policy's sum adds the token last."""
     arguments = draw(3, 2064)
     arguments["advantages"][:] = 0.0
     ref = arguments["logits"]
@@ -501,9 +501,8 @@ def test_identical_reference_has_no_kl() -> None:
 
 
 def test_the_same_rows_give_the_same_bits() -> None:
-    """Whatever program a row falls to, and however the rows are split, if they begin on 16 bytes:
-    other rows are swept from the boundary before them, so their sums are grouped by where they
-    are."""
+    """In any program and any split of the rows, for rows that start on 16 bytes. Other rows are
+    swept from the preceding boundary, so their position groups their sums."""
     arguments = draw(7, 512)
     whole, again = kernel_loss(arguments), kernel_loss(arguments)
     assert torch.equal(whole.sums, again.sums)
@@ -549,7 +548,7 @@ def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
         options["temperature"] = torch.rand(n, generator=g) * 1.7 + 0.3
     if draw_(st.booleans()):
         options["importance_weights"] = torch.rand(n, generator=g) * 2
-    # Behaviour and reference near the policy that these options make.
+    # Old policy and reference near the policy of these options.
     exact, _ = operands(in_fp64(arguments | options))
     logprobs = logprobs_of(arguments["logits"], arguments["tokens"], exact.softmax)
     noise = torch.randn(2, n, generator=g)
@@ -561,7 +560,7 @@ def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
     return arguments, options
 
 
-# On a GPU nearly every example compiles a kernel of its own, seconds each.
+# On a GPU nearly every example compiles its own kernel, seconds each.
 @settings(max_examples=40 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
 @given(combinations())
 def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -608,7 +607,7 @@ def test_public_loss_agrees_with_the_torch_backend_in_fp64() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_retained_graph(factor: float) -> None:
-    """A leaf took the saved gradient for its own and added to it: three backwards made four."""
+    """A leaf adopted the saved gradient and added to it: three backwards gave four gradients."""
     x = _leaf()
     want = 3 * factor * _gradient(x, lambda x: _public(x).loss)
     loss = _public(x).loss * factor
@@ -621,7 +620,7 @@ def test_retained_graph(factor: float) -> None:
 
 
 @pytest.mark.parametrize("strides", [(0, 1), (36, 1)], ids=["expanded", "in part"])
-def test_in_place_refuses_rows_that_overlap(strides: tuple[int, int]) -> None:
+def test_in_place_raises_an_error_for_overlapping_rows(strides: tuple[int, int]) -> None:
     leaf = torch.randn(4 * 37, device=DEVICE, requires_grad=True)
     with pytest.raises(ValueError, match="overlap"):
         _public(leaf.as_strided((4, 37), strides), inplace=True)
@@ -629,7 +628,7 @@ def test_in_place_refuses_rows_that_overlap(strides: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("operand", ["old_logprobs", "advantages", "importance_weights"])
 def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
-    """Clamps must not turn it into a number: the trainer's guard looks for it."""
+    """Clamps must not replace it by a number, because the trainer's guard looks for it."""
     arguments = {"logits": torch.randn(4, 37), "tokens": torch.zeros(4, dtype=torch.int64)}
     arguments |= {"old_logprobs": torch.full((4,), -3.6), "advantages": torch.ones(4)}
     arguments |= {"weights": torch.full((4,), 0.25), "importance_weights": torch.ones(4)}
@@ -644,7 +643,7 @@ def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
         assert bool(sums.ratio_max.isnan()) == (operand == "old_logprobs")
 
 
-def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient() -> None:
+def test_an_infinite_reference_that_is_only_reported_does_not_affect_the_gradient() -> None:
     arguments = {"logits": torch.randn(2, 37), "tokens": torch.zeros(2, dtype=torch.int64)}
     arguments |= {"old_logprobs": torch.full((2,), -3.6), "advantages": torch.ones(2)}
     arguments |= {"weights": torch.full((2,), 0.5), "kl_estimator": "k3"}
@@ -658,7 +657,7 @@ def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient() -> No
 
 @pytest.mark.parametrize("distance", [1e-2, 1e-4])
 def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> None:
-    """Where training starts: t − r of two rounded rows would be off by 1e-3 of the gradient."""
+    """Training starts there; t − r of two rounded rows would be off by 1e-3 of the gradient."""
     torch.manual_seed(3)
     logits = 3 * torch.randn(4, 2064)
     ref = logits + distance * torch.randn(4, 2064)
@@ -679,7 +678,7 @@ def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> Non
 # -------------------------------------------------------------------------------- choice of backend
 
 
-def test_triton_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_raises_errors_for_unsupported_input(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="float64"):
         fastppo.token_logprobs(torch.randn(2, 7).double(), tokens, backend="triton")
