@@ -224,7 +224,7 @@ def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
 
 @pytest.mark.parametrize("below", [3.0, 12.0, 19.0, 30.0])
 def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: float) -> None:
-    """e^{−d} cancels between the estimate and its slope: at 19 nats fp32 would have no digits left."""
+    """e^{−d} cancels between the estimate and its slope: at 19 nats fp32 would have no digits."""
     given = draw(N, 37) | {"kl_coef": 0.2, "kl_ratio_weighted": True}
     given["advantages"][:] = 0.0
     given["ref_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + below
