@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -81,13 +82,10 @@ class RecordedPhases(PhaseTimer):
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    gc.collect()  # garbage of earlier tests would be freed during this one
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # of Intel's GPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def measured(config: PPOConfig) -> Measured:
@@ -96,6 +94,7 @@ def measured(config: PPOConfig) -> Measured:
     The profiler does not see memory freed by other threads, so peaks with gloo may be too high.
     oneDNN is off: its buffers depend on the CPU's instruction set.
     """
+    gc.collect()  # garbage of earlier tests would be freed during this one
     with (
         _without_onednn(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
