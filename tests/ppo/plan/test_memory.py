@@ -19,7 +19,7 @@ from transformers import (
 from fastppo import cli
 from fastppo.ppo.plan.plan import Plan, make_plan
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 TOLERANCE = 0.1
 """Relative tolerance of peaks. Tokens, masks and numbers per token are not planned, a smaller share
