@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from fastppo.parser import Command, Parsed, build_parser, parse, parse_command
+from fastppo.parser import COMMANDS, Command, Parsed, build_parser, parse, parse_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -380,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with stopping_at_once():
                 parsed = parse_command(arguments)
                 command = parsed.command
-                if command.options:
+                if command.options and command is not COMMANDS["plan"]:  # reads model configs only
                     _check_paths(parsed)
                 positional = [parsed.options] if command.options or command.takes_more else []
                 return command.run(*positional, **parsed.flags) or 0

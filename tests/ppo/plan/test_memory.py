@@ -158,7 +158,7 @@ def test_an_episode_ends_at_the_context(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_parts_phases_and_a_summary(tmp_path: Path, capsys) -> None:
-    config = options(tmp_path)
+    config = options(tmp_path, prompts="absent.jsonl")
     config.save(tmp_path / "run.yaml")
     flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
     need = f"{make_plan(config, PROMPT).peak.total / 1e6:.3g} MB"  # as the table has it
