@@ -201,7 +201,10 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
     length = "tokens, including the environment's" if config.environment else "tokens"
     means.add_row(length, *(f"{total / count:.1f}" for total in tokens))
     if config.environment:
-        turns = [sum(map(policy_turns, policy.turns or [])) for policy in policies]
+        turns = [
+            sum(turn["role"] == POLICY for episode in policy.turns or [] for turn in episode)
+            for policy in policies
+        ]
         means.add_row("turns", *(f"{total / count:.1f}" for total in turns))
     ended = [policy.finish_reasons.count(FINISHED) for policy in policies]
     means.add_row(
@@ -220,11 +223,6 @@ def _prompt_text(prompt: Any) -> Text:
 def _printable(text: str) -> Text:
     """Escape the control characters of a text."""
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
-
-
-def policy_turns(turns: list[dict[str, Any]]) -> int:
-    """Count the policy's turns of an episode."""
-    return sum(turn["role"] == POLICY for turn in turns)
 
 
 ENDS = {TRUNCATED: " (cut off)", OUT_OF_TURNS: " (out of turns)"}

@@ -42,10 +42,10 @@ def score(prompts, completions, answer=None, **columns):
     `completions` are lists of strings. Every other column of the prompts is a keyword argument, a
     list too.
     """
-    if answer is not None:  # prompts with a column `answer`: 1 if the completion contains it
+    if answer is not None:  # if prompts have a column `answer`: 1 if the completion contains it
         pairs = zip(answer, completions)
         return [float(str(expected) in text) for expected, text in pairs]
-    # Without one: 0.1 for every word that starts with an s. Crediting words instead of the whole
+    # Otherwise 0.1 for every word that starts with an s. Crediting words instead of the whole
     # completion takes fewer iterations.
     words = [re.finditer(r"\\b[sS]\\w*", text) for text in completions]
     return [[(word.end(), 0.1) for word in found] for found in words]

@@ -218,7 +218,7 @@ def parses(prompts, completions):
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Options of a run, beside the files that they name."""
+    """Options of a run and their files."""
     monkeypatch.chdir(tmp_path)
     tiny.saved_model(tmp_path / "sft")
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.PROMPTS))
@@ -251,7 +251,7 @@ MISSING = [
 
 
 def test_options_and_paths_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> None:
-    """In a process in which an import of torch fails."""
+    """Importing torch fails in this process."""
     Path("begun").mkdir()
     Path("begun/metrics.jsonl").write_text('{"iteration": 0}\n')
     commands = [["train", *_flags(inputs | options)] for options, _ in MISSING]
@@ -288,7 +288,7 @@ def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> 
     assert "relative to the working directory, and configs/beside.jsonl is there" in said
 
 
-def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeypatch) -> None:
+def test_check_shows_the_run_without_loading_the_model(inputs, capsys) -> None:
     (Path("sft") / "model.safetensors").write_bytes(b"")  # of which nothing loads
     assert cli.main(["check", *_flags(inputs | {"kl_coef": "0.1"})]) == 0
     shown = capsys.readouterr().out
@@ -299,7 +299,7 @@ def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeyp
     assert not Path("runs").exists()
 
 
-def test_check_of_a_run_that_goes_on_leaves_it_as_it_is(inputs, capsys) -> None:
+def test_check_of_a_resumed_run_writes_nothing(inputs, capsys) -> None:
     run = Path("begun")
     (run / "checkpoint-000002").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
@@ -325,9 +325,8 @@ def test_a_reward_is_tried_before_a_model_is_loaded(reward, says, inputs, capsys
     assert f"expected {reward}(prompts, completions, **columns)" in said
 
 
-def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path, capsys) -> None:
-    """The two are the same bits; of a run as a model it is said where its policy is, of a
-    checkpoint what writes it."""
+def test_export_writes_the_best_and_the_last_policy(tmp_path: Path, capsys) -> None:
+    """A run or a checkpoint as a model is an error with the path of its policy."""
     folder = Folder(tmp_path)
     folder.write_reward("return [1.0 if calls == 1 else i % 2 for i in range(len(completions))]")
     assert cli.main(folder.flags(checkpoint_best="reward", iterations=4, learning_rate=0.1)) == 0
@@ -353,7 +352,7 @@ def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path,
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_checkpoint_writes_what_its_exported_policy_writes(
+def test_a_checkpoint_generates_as_its_exported_policy(
     lora_rank: int, tmp_path: Path, capsys
 ) -> None:
     folder = Folder(tmp_path)

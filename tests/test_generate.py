@@ -155,7 +155,7 @@ def test_turns_are_shown_with_role_text_and_reward(tmp_path: Path, capsys) -> No
     assert lines[begin : begin + 5] == [*episode, "environment 1.000"]
     assert "turns 2.0" in lines
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
-    assert cli.main(flags) == 2
+    assert cli.main(flags) == 1
     assert "wanted" in capsys.readouterr().err
 
 

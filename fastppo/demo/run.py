@@ -128,7 +128,9 @@ def supervised_stages(
     if choose_device(device).type == "cpu":
         torch.set_num_threads(1)  # faster for models this small
     data = make_data(seed)
-    _write(output_dir / "data", data)
+    (output_dir / "data").mkdir(parents=True, exist_ok=True)
+    for name, rows in data.items():
+        write_rows(output_dir / "data" / f"{name}.jsonl", rows)
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = model_config(len(tokenizer))
@@ -171,12 +173,6 @@ def supervised_stages(
     )
 
     return data, rewards
-
-
-def _write(directory: Path, data: dict[str, list[dict[str, Any]]]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in data.items():
-        write_rows(directory / f"{name}.jsonl", rows)
 
 
 ROWS = (

@@ -80,7 +80,7 @@ class Options:
     @classmethod
     def types(cls) -> dict[str, Any]:
         """Return the type of each option."""
-        own: Any = cls  # mypy takes no class of a dataclass for hashable
+        own: Any = cls  # to mypy the class of a dataclass is not hashable
         return _type_hints(own)
 
     @classmethod

@@ -50,7 +50,7 @@ STUBS = {
 
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stub packages that the recipes need."""
+    """Stub the packages of the recipes."""
 
     def forget() -> None:
         for name in [n for n in sys.modules if n.partition(".")[0] in ("vaderSentiment", "afinn")]:
