@@ -1,15 +1,15 @@
-"""Agents that are written with the `openai` package."""
+"""Agents written with the `openai` package."""
 
 from __future__ import annotations
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 ASKED = ("w9", "w10")
-"""What is asked after the prompt, one answer after the other."""
+"""Questions after the prompt."""
 
 
-def play(base_url: str, api_key: str, prompt: str) -> float:
-    """Asks three times; the reward is the share of w7 among the words of the answers."""
+def run(base_url: str, api_key: str, prompt: str) -> float:
+    """Ask three times. The reward is the share of w7 among the words of the answers."""
     answers = []
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         messages = [{"role": "user", "content": prompt}]
@@ -22,12 +22,11 @@ def play(base_url: str, api_key: str, prompt: str) -> float:
 
 
 HEARD: dict[str, list[tuple[str, str]]] = {}
-"""By prompt, the answers and finish reasons that `listen` has had."""
+"""Answers and finish reasons of `listen`, by prompt."""
 
 
 async def listen(base_url: str, api_key: str, prompt: str, name: str) -> float:
-    """The same by the other client, in the way of one that trims answers and sends no nulls; the
-    reward is the number of answers."""
+    """Ask with the async client, and strip the answers. The reward is their number."""
     HEARD[name] = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
@@ -41,7 +40,7 @@ async def listen(base_url: str, api_key: str, prompt: str, name: str) -> float:
 
 
 def never_ends(base_url: str, api_key: str, prompt: str, name: str) -> float:
-    """Asks on. Where it is refused, n1 raises; others return how often they were answered."""
+    """Ask until refused. Then n1 raises, and others return the number of answers."""
     count = 0
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         messages = [{"role": "user", "content": prompt}]
@@ -57,7 +56,7 @@ def never_ends(base_url: str, api_key: str, prompt: str, name: str) -> float:
 
 
 def grade(base_url: str, api_key: str, prompt: str) -> float:
-    """Asks once, and pays what the finish reason is."""
+    """Ask once, and score the finish reason."""
     with OpenAI(base_url=base_url, api_key=api_key) as client:
         messages = [{"role": "user", "content": prompt}]
         reply = client.chat.completions.create(model="policy", messages=messages)

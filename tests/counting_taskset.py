@@ -1,4 +1,4 @@
-"""An environment of verifiers from 0.4 on, with a harness of its own: three tries at a sum."""
+"""An environment of verifiers 0.4 with its own harness: three attempts at a sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Chat", "Counting", "Sums"]
 
 
 class SumData(vf.TaskData):
-    """What is asked, and the answer."""
+    """A question and its answer."""
 
     answer: str
 
@@ -28,11 +28,11 @@ class SumConfig(vf.TaskConfig):
 
 
 class Sum(vf.Task[SumData, vf.State, SumConfig]):
-    """Pays a right answer, less an eighth of each try."""
+    """Reward a right answer, minus an eighth per attempt."""
 
     @vf.reward
     async def is_right(self, trace: vf.Trace) -> float:
-        """Whether any try has the answer."""
+        """Return 1 if any attempt is right."""
         if self.config.is_ill:
             raise ValueError("the judge is ill")
         said = [message.content.strip() for message in trace.assistant_messages]
@@ -40,7 +40,7 @@ class Sum(vf.Task[SumData, vf.State, SumConfig]):
 
     @vf.reward(weight=-0.125)
     async def tries(self, trace: vf.Trace) -> float:
-        """How many there were."""
+        """Return the number of attempts."""
         return float(trace.num_turns)
 
 
@@ -51,12 +51,12 @@ class SumsConfig(vf.TasksetConfig):
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
-    """Sums without end."""
+    """An infinite taskset."""
 
     INFINITE = True
 
     def load(self) -> Iterator[Sum]:
-        """0 + 1, 1 + 1 and so on."""
+        """Yield 0 + 1, 1 + 1 and so on."""
         for number in itertools.count():
             answer = str(number + 1)
             data = SumData(prompt=f"{number} + 1?", system_prompt="Count.", answer=answer)
@@ -64,16 +64,16 @@ class Sums(vf.Taskset[Sum, SumsConfig]):
 
 
 class CountingConfig(vf.EnvConfig):
-    """Who counts."""
+    """The agent."""
 
     agent: vf.AgentConfig = vf.AgentConfig()
 
 
 class Counting(vf.Env[CountingConfig]):
-    """Says no until the answer is right or the tries are used."""
+    """Ask again until the answer is right or the attempts are used."""
 
     async def run(self, task: Any, agents: Any) -> None:
-        """An episode."""
+        """Run an episode."""
         async with agents.agent.interaction(task) as interaction:
             segment = await interaction.turn()
             for _ in range(TRIES - 1):
@@ -83,7 +83,7 @@ class Counting(vf.Env[CountingConfig]):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Asks the model, in this process."""
+    """Call the model in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -100,7 +100,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         mcp_urls: Any,
         data: Any,
     ) -> ProgramResult:
-        """One request."""
+        """Send one request."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}]
         if isinstance(prompt, str):

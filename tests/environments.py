@@ -1,4 +1,4 @@
-"""An environment of two turns on the tiny models' words."""
+"""Environments for tests, with the tiny models' words."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ OPTIONS: dict[str, Any] = {
 
 
 class Calculator:
-    """A turn that ends with w1 is a call and earns a half; the answer comes after w38 or w39. A
-    second turn that ends with the total earns the other half."""
+    """A two-turn environment.
+
+    A first turn that ends with w1 earns 0.5, and the observation contains the total. A second turn
+    that ends with the total earns 0.5.
+    """
 
     def reset(self, prompt: str, total: str) -> None:
         self.total, self.turns = total, 0
@@ -37,7 +40,7 @@ class Calculator:
 
 
 class Exact(Calculator):
-    """The same without chance, whichever process plays which episode."""
+    """A deterministic `Calculator`."""
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         _, reward, done = super().step(text)
@@ -45,7 +48,7 @@ class Exact(Calculator):
 
 
 class Scripted(RolloutEngine):
-    """Says the same turns to every prompt, and writes down what it was asked."""
+    """Return the same turns for every prompt, and record the prompts."""
 
     def __init__(self, turns: list[list[int]], stop: tuple[int, ...] = (1,)) -> None:
         self.turns, self.stop = turns, stop

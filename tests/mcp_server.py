@@ -1,4 +1,4 @@
-"""An MCP server of the `mcp` package, with three tools, or one that does nothing for each name.
+"""An MCP server with three tools, or with a tool that does nothing for each given name.
 
 python mcp_server.py
 python mcp_server.py --only NAME …

@@ -1,8 +1,8 @@
-"""A server of OpenEnv with a game written by its server API: guess a number of 0 to 4, three times.
+"""An OpenEnv server with a game: guess a number from 0 to 4, three times.
 
 python openenv_server.py PORT [SESSIONS [number]]
 
-With `number` an action is a number in place of a text.
+With `number`, an action is a number instead of a text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Number(Action):
 
 
 class Hint(Observation):
-    """What the game says."""
+    """The game's answer."""
 
     says: str = ""
 

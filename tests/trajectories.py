@@ -1,4 +1,4 @@
-"""Batches of sequences for tests of the advantages: padded, packed, as records, in fp64."""
+"""Batches of sequences for tests of advantages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Operands(NamedTuple):
-    """What `gae` of the definition and of a backend takes."""
+    """Arguments of a backend's `gae`."""
 
     trajectory: Trajectory
     discounts: Discounts
@@ -31,7 +31,7 @@ def operands(
     lam: float | Tensor = 0.95,
     bootstrap: Tensor | None = None,
 ) -> Operands:
-    """The records of flat keywords."""
+    """Build records from keywords."""
     discounts = Discounts(
         1.0 if isinstance(gamma, Tensor) else gamma,
         1.0 if isinstance(lam, Tensor) else lam,
@@ -42,7 +42,7 @@ def operands(
 
 
 def in_fp64(record: Any) -> Any:
-    """The same numbers, on the CPU, so that the definition computes in fp64."""
+    """Copy to fp64 on the CPU."""
     if isinstance(record, Operands):
         return Operands(*map(in_fp64, record))
 
@@ -71,7 +71,7 @@ def bounds(lengths: list[int], dtype: torch.dtype = torch.int32, device: str = "
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """The largest error, relative to the largest value (or to 1, near which all inputs are)."""
+    """Check the largest error, relative to the largest value or 1."""
     assert actual.shape == expected.shape
     if expected.numel():
         error = (actual.double().cpu() - expected.double().cpu()).abs().max().item()
@@ -80,7 +80,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @contextlib.contextmanager
 def small_blocks(block: int = 8, chunk_blocks: int = 2) -> Iterator[None]:
-    """Of the Triton kernels: one block, one chunk and many chunks in a few dozen tokens."""
+    """Shrink the Triton kernels' blocks, so that few tokens need several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, small in {
             "scan": {"block": block, "steps": chunk_blocks},

@@ -2,20 +2,20 @@
 
     from fastppo.integrations.trl import GRPOTrainer  # in place of: from trl import GRPOTrainer
 
-It is TRL's trainer with TRL's options, metrics and files. What needs the lm-head is computed from
-hidden states and its weight, so that the `[B, T, V]` logits never exist as a whole:
+This is TRL's trainer with TRL's options, metrics and files. The lm-head's outputs are computed from
+hidden states and the head's weight, so the full `[B, T, V]` logits are never stored:
 
-- logprobs and entropy, of the policy, the old and the reference policy, from
-  `fastppo.linear_token_stats`. Every loss of TRL's is made of them: 8·N·H·V FLOP with its gradient;
-- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, if the batch has old logprobs, as it has
-  with several optimiser steps to a generation, and it is PPO's clipped one, CISPO's or SAPO's with
-  ratios by token. Ratios by sequence (GSPO) need every logprob before the first gradient, which is
-  what the statistics give.
+- Logprobs and entropy of the policy, the old policy and the reference policy come from
+  `fastppo.linear_token_stats`. All of TRL's losses use them: 8·N·H·V FLOP with the gradient.
+- The whole loss comes from `fastppo.linear_ppo_loss`, 6·N·H·V FLOP, if the batch has old logprobs
+  (several optimizer steps per generation) and the loss is PPO's clipped one, CISPO or SAPO with
+  token-level ratios. Sequence-level ratios (GSPO) need every logprob before the first gradient, so
+  they use the statistics.
 
-Logits may have soft-caps and scales, and the head may be trained or have LoRA or DoRA adapters.
-These take TRL's own path, with all logits: models with images, prompt tuning, a load-balancing
-loss, an lm-head in fp32 under lower precision or one with dropout or a bias in its adapters, and
-FSDP2 in mixed precision. Tested with TRL 1.12.
+Soft-caps, logit scales, and trained or LoRA- and DoRA-adapted heads are supported. TRL's own path,
+with full logits, is used for models with images, prompt tuning, a load-balancing loss, an fp32
+lm-head under lower precision, dropout or a bias in the head's adapters, and FSDP2 in mixed
+precision. Tested with TRL 1.12.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head, lm_head_of
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Loss types that differ in the weights of tokens alone."""
+"""Loss types that differ only in the weights of tokens."""
 
 IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
-"""What a batch has beside token ids if a model sees images."""
+"""Keys of a batch with images."""
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -52,12 +52,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._inside(model, lambda: self._fused_loss(plain, inputs))
 
     def _inside(self, model: Any, function: Callable[[], Any]) -> Any:
-        """Calls the function in the wrapper's forward pass, where FSDP and DeepSpeed have gathered
-        the weights. It takes no arguments because a wrapper may round those to bf16."""
+        """Call a function in the wrapper's forward pass, where FSDP and DeepSpeed gather weights.
+
+        It takes no arguments, because a wrapper may round those to bf16.
+        """
         plain = self.accelerator.unwrap_model(model)
 
         def forward() -> Any:
-            with self.accelerator.autocast():  # which is on the model's own forward
+            with self.accelerator.autocast():  # normally applied to the model's forward
                 return function()
 
         return _ForwardRedirection()(model, plain, forward)
@@ -105,9 +107,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return out.loss
 
     def _objective(self) -> dict[str, Any]:
-        """What `linear_ppo_loss` takes for `loss_type`."""
+        """Return the arguments of `linear_ppo_loss` for `loss_type`."""
         if self.loss_type == "cispo":
-            # TRL bounds the ratio itself, and only from above.
+            # TRL bounds the ratio itself, from above only.
             return {"objective": "cispo", "clip_ratio": (1.0, self.epsilon_high - 1)}
         if self.loss_type == "sapo":
             taus = (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)
@@ -116,7 +118,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return {"clip_ratio": clip, "dual_clip": self.args.delta}
 
     def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> tuple[str, Tensor | float]:
-        """(aggregation, denominator) of `loss_type`, over all microbatches of a step."""
+        """Return (aggregation, denominator) of `loss_type`, over all microbatches of a step."""
         steps = self.current_gradient_accumulation_steps if self.model.training else 1
         if self.loss_type in ("grpo", "sapo"):
             return "seq-mean-token-mean", float(len(mask) * steps)
@@ -125,14 +127,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.loss_type == "dr_grpo":
             return "token-mean", float(len(mask) * self.max_completion_length * steps)
         tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-        if self.model.training:  # of the whole generation: the share of one optimiser step
+        if self.model.training:  # tokens of the whole generation: take one optimizer step's share
             tokens = tokens * steps / self.args.steps_per_generation
         return "token-mean", tokens
 
     def _record_metrics(
         self, out: PPOLoss, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
     ) -> None:
-        """TRL's metrics, by its names."""
+        """Log TRL's metrics."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         ratio = torch.exp(torch.where(mask, out.logprobs - old_logprobs, 0.0))
         low = (ratio < 1 - self.epsilon_low) & (advantages < 0)
@@ -166,7 +168,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(logprobs, entropies [B, T], None), `batch_size` sequences at a time; differentiable."""
+        """Return (logprobs, entropies, None), [B, T] each, `batch_size` sequences at a time.
+
+        Both are differentiable.
+        """
         if _needs_logits(self) or any(x is not None and x is not False for x in others.values()):
             return super()._get_per_token_logps_and_entropies(
                 model,
@@ -197,13 +202,15 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def _head_of(model: Any) -> Head:
-    """The model's head, with its adapters."""
+    """Return the model's head with its adapters."""
     return Head.of(model)._replace(weight=head_weight(lm_head_of(model)))
 
 
 def _needs_logits(trainer: Any) -> bool:
-    """Whether logits are more than one weight times the trunk's states, or a wrapper rounds what
-    its forward pass returns."""
+    """Return whether the loss needs full logits.
+
+    That is the case if the head is not a single linear layer, or a wrapper rounds its outputs.
+    """
     accelerator = trainer.accelerator
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         return True
@@ -214,7 +221,7 @@ def _needs_logits(trainer: Any) -> bool:
 
 
 def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a batch's loss is `linear_ppo_loss`."""
+    """Return whether `linear_ppo_loss` computes a batch's loss."""
     args = trainer.args
     is_cispo = trainer.loss_type == "cispo" and trainer.epsilon_high >= 1
     return (
@@ -223,7 +230,7 @@ def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:
         and inputs.get("old_per_token_logps") is not None
         and not (trainer.beta and args.use_bias_correction_kl)
         and (args.delta is None or args.delta >= 1 + trainer.epsilon_high)
-        and not trainer._entropy_bonus_enabled  # TRL weighs it otherwise than the loss
+        and not trainer._entropy_bonus_enabled  # TRL weights it differently than the loss
         and trainer.top_entropy_quantile == 1.0
         and trainer.off_policy_mask_threshold is None
         and not trainer.aux_loss_enabled

@@ -1,19 +1,19 @@
-"""FastPPO's functions inside verl: importing this module puts them there.
+"""FastPPO's functions in verl. Importing this module installs them.
 
     VERL_USE_EXTERNAL_MODULES=fastppo.integrations.verl python -m verl.trainer.main_ppo \\
         actor_rollout_ref.model.use_fused_kernels=true \\
         actor_rollout_ref.actor.policy_loss.loss_mode=fastppo …
 
-verl imports the modules of that variable in its driver and in its workers. Then
+verl imports the modules of that variable in its driver and its workers. Then
 
-- `use_fused_kernels` takes logprobs and entropy from `fastppo.linear_token_stats`, in place of
+- `use_fused_kernels` computes logprobs and entropy with `fastppo.linear_token_stats` instead of
   verl's `FusedLinearForPPO`;
 - `loss_mode: fastppo` is `fastppo.policy_loss` under verl's names for clips and aggregation;
 - `adv_estimator: gae` is `fastppo.gae` and `fastppo.whiten`.
 
-verl forms the loss after the model's forward pass, so its fused head computes the logits again in
-its backward pass, and so does ours: 8·N·H·V FLOP, where `fastppo.linear_ppo_loss` has 6. Tested
-with verl 0.9.1.
+verl computes the loss after the model's forward pass, so a fused head recomputes the logits in the
+backward pass: 8·N·H·V FLOP instead of the 6·N·H·V of `fastppo.linear_ppo_loss`. Tested with verl
+0.9.1.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MODES = (
 
 
 class FusedLinearForPPO(nn.Module):
-    """verl's module of that name: logprobs and entropy of a lm-head without its logits.
+    """Replace verl's module of the same name: logprobs and entropy without full logits.
 
     Args:
-        chunk_size: rows of logits held at once; None leaves it to FastPPO.
+        chunk_size: rows of logits per chunk. None lets FastPPO choose.
     """
 
     def __init__(self, chunk_size: int | None = None, **_: Any) -> None:
@@ -58,8 +58,14 @@ class FusedLinearForPPO(nn.Module):
         input_ids: Tensor,
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """hidden_states (..., H), vocab_weights [V, H], input_ids (...): logprobs and entropy
-        (...), fp32, nats, differentiable. temperature: one number, or one per token."""
+        """Return differentiable logprobs and entropy, [...] fp32, in nats.
+
+        Args:
+            hidden_states: [..., H].
+            vocab_weights: [V, H].
+            input_ids: [...] the sampled tokens.
+            temperature: one number, or one per token.
+        """
         tokens = input_ids.long()
         if isinstance(temperature, Tensor):
             is_one = temperature.numel() == 1
@@ -83,14 +89,17 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's "vanilla" loss, dual clip included: (loss (), metrics by verl's names).
+    """Compute verl's "vanilla" loss, including dual clip.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: [B, T].
         config: verl's ActorConfig.
 
+    Returns:
+        (loss, metrics under verl's names).
+
     Raises:
-        ValueError: an aggregation that verl does not have.
+        ValueError: `loss_agg_mode` is unknown.
     """
     mask = response_mask.bool()
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
@@ -131,8 +140,10 @@ def _aggregation(
     global_batch_size: Any = None,
     loss_scale_factor: Any = None,
 ) -> tuple[str, Any]:
-    """(aggregation, denominator) of verl's `agg_loss`: a mean over all ranks, times their number,
-    by which FSDP divides."""
+    """Return (aggregation, denominator) of verl's `agg_loss`.
+
+    The loss is the mean over all ranks times their number, because FSDP averages gradients.
+    """
     if mode not in MODES:
         raise ValueError(f"loss_agg_mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "token-sum":
@@ -157,9 +168,10 @@ def gae_advantage_return(
     gamma: float | Tensor,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """verl's `compute_gae_advantage_return`: (whitened advantages, returns), [B, T] fp32 each.
+    """Replace verl's `compute_gae_advantage_return`.
 
-    After the end of a response, where verl's values are arbitrary, both are 0.
+    Returns:
+        (whitened advantages, returns), [B, T] fp32 each, and 0 after the end of a response.
     """
     mask = response_mask.bool()
     advantages, returns = gae(token_level_rewards, values, mask, gamma=gamma, lam=lam)
@@ -167,7 +179,7 @@ def gae_advantage_return(
 
 
 def install() -> None:
-    """Puts all three in their places; importing this module does so."""
+    """Install all three functions."""
     verl_fused.FusedLinearForPPO = FusedLinearForPPO
     core_algos.register_policy_loss(LOSS_MODE)(policy_loss)
     core_algos.compute_gae_advantage_return = gae_advantage_return

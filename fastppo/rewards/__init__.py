@@ -1,1 +1,1 @@
-"""Rewards: functions over text, reward models, ensembles, and what becomes of their scores."""
+"""Rewards: functions over text, reward models, ensembles, and the scores of a batch."""

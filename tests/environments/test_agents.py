@@ -1,9 +1,8 @@
-"""Agents of the `openai` package, unchanged, whose model is the policy that is trained."""
+"""Agents written with the `openai` package, with the policy as their model."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +11,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import tiny
@@ -62,7 +60,7 @@ def _turns(agent: Any, **options: Any) -> Turns:
     return Turns(term.function, _tokenizer(), **{"max_turns": 8, **options})
 
 
-def _play(
+def _run(
     agent: Any, engine: RolloutEngine, prompts: Prompts, **options: Any
 ) -> tuple[Prompts, Rollout]:
     episode_runner = _turns(agent, **options)
@@ -72,7 +70,7 @@ def _play(
         episode_runner.close()
 
 
-def test_ids_and_logprobs_are_those_of_the_decoder_and_texts_those_of_the_ids() -> None:
+def test_tokens_and_logprobs_are_the_decoders() -> None:
     policy = LanguageModel(tiny.model())
     torch.manual_seed(3)
     sampling_ends = Sampling(max_new_tokens=4, stop_token_ids=tuple(range(3, 23)))
@@ -101,9 +99,9 @@ def test_ids_and_logprobs_are_those_of_the_decoder_and_texts_those_of_the_ids() 
     assert any(len(turns) == 6 for turns in rollout.turns)
 
 
-def test_a_conversation_is_one_response_in_which_its_messages_stand_between_the_turns() -> None:
+def test_a_conversation_is_one_response() -> None:
     engine = Scripted([[7, EOS], [10, 10, EOS], [10, EOS]])
-    prompts, rollout = _play("play", engine, _prompts())
+    prompts, rollout = _run("play", engine, _prompts())
     assert prompts.token_ids == [[USER, 8, EOS, ASSISTANT]]
     between = [[USER, 12, EOS, ASSISTANT], [USER, 13, EOS, ASSISTANT]]
     assert rollout.tokens == [[7, EOS, *between[0], 10, 10, EOS, *between[1], 10, EOS]]
@@ -112,11 +110,11 @@ def test_a_conversation_is_one_response_in_which_its_messages_stand_between_the_
     assert rollout.finish_reasons == ["stop"]
 
 
-def test_an_agent_is_trained_as_it_is(tmp_path: Path) -> None:
+def test_training_an_agent_raises_its_reward(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         tokenizer=_tokenizer(),
-        environment=load_environment(f"{AGENTS}:play").function,
+        environment=load_environment(f"{AGENTS}:run").function,
         rewards=None,
         prompts=[{"prompt": f"w{i}"} for i in range(4)],
         iterations=8,
@@ -133,26 +131,26 @@ def test_an_agent_is_trained_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "turns", "options", "expected"),
     [
-        # A turn that is cut off is answered, and the agent is asked what it is worth.
+        # A truncated turn is answered, and the agent returns a reward.
         ("length", [[7, 7, 7, 7]], {"agent": "grade"}, [0.25, 0.25]),
         ("stop", [[7, EOS]], {"agent": "grade"}, [1.0, 1.0]),
-        # n1 raises where there is no further turn, n0 returns.
+        # Without another turn, n1 raises and n0 returns.
         ("turns", [[7, EOS], [8, EOS]], {"agent": "never_ends", "max_turns": 2}, [2.0, 0.0]),
         ("length", [[7, EOS]], {"agent": "never_ends", "context": 12}, [1.0, 0.0]),
         ("length", [[7, EOS], [7, 7, 7, 7]], {"agent": "never_ends"}, [2.0, 0.0]),
     ],
 )
-def test_an_agent_whose_response_is_cut_off_still_says_what_it_is_worth(
+def test_an_agent_returns_a_reward_after_a_truncated_response(
     reason: str, turns: list[list[int]], options: dict[str, Any], expected: list[float]
 ) -> None:
-    _, rollout = _play(engine=Scripted(turns), prompts=_prompts(2), **options)
+    _, rollout = _run(engine=Scripted(turns), prompts=_prompts(2), **options)
     assert rollout.finish_reasons == [reason] * 2
     assert rollout.rewards is not None
     assert [sum(row) for row in rollout.rewards] == expected
 
 
 def _asks(*requests: Any) -> Any:
-    """An agent that sends these requests, whatever is answered."""
+    """Return an agent that sends these requests."""
 
     def agent(base_url: str, api_key: str) -> float:
         with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -181,12 +179,12 @@ ANSWER = {"role": "assistant", "content": "w4"}
         ([[{"role": "user", "content": {"text": "w5"}}]], "content of a user message must be text"),
     ],
 )
-def test_a_request_that_does_not_go_on_with_the_conversation_is_told(
+def test_a_request_that_does_not_continue_the_conversation_is_refused(
     requests: list[Any], sentence: str
 ) -> None:
     agent = _asks(*({"messages": messages} for messages in requests))
     with pytest.raises(RewardError, match=rf"environment 'agent' raised Bad.*{sentence}"):
-        _play(agent, Scripted([[7, EOS]]), _prompts())
+        _run(agent, Scripted([[7, EOS]]), _prompts())
 
 
 @pytest.mark.parametrize(
@@ -198,24 +196,24 @@ def test_a_request_that_does_not_go_on_with_the_conversation_is_told(
         {"response_format": {"type": "json_object"}},
     ],
 )
-def test_what_a_request_cannot_ask_for_is_told(option: dict[str, Any]) -> None:
+def test_unsupported_request_options_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(RewardError, match=f"{name} (is not supported|must be 1)"):
-        _play(_asks({"messages": [FIRST], **option}), Scripted([]), _prompts())
+        _run(_asks({"messages": [FIRST], **option}), Scripted([]), _prompts())
 
 
 @pytest.mark.parametrize(("turns", "reward"), [([7], 1.0), ([8, 7], 0.5), ([8, 8], 0.0)])
-def test_the_agent_of_the_page_plays(turns: list[int], reward: float) -> None:
+def test_the_agent_of_the_page_runs(turns: list[int], reward: float) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
     names: dict[str, Any] = {}
     exec(page.split("```py\n")[1].split("```")[0], names)
     prompts = Prompts(["w5"], [[1]], {"answer": ["w4"]})
-    _, rollout = _play(Agent(names["play"]), Scripted([[turn, EOS] for turn in turns]), prompts)
+    _, rollout = _run(Agent(names["run"]), Scripted([[turn, EOS] for turn in turns]), prompts)
     assert rollout.rewards is not None
     assert sum(rollout.rewards[0]) == reward
 
 
-def test_a_program_that_reads_openais_variables_is_an_agent() -> None:
+def test_a_program_that_reads_openais_variables_can_be_trained() -> None:
     program = """
 from openai import OpenAI
 reply = OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "w5"}])
@@ -229,11 +227,11 @@ print(reply.choices[0].message.content)
         )
         return float(done.stdout.split() == [b"w4"])
 
-    _, rollout = _play(Agent(start), Scripted([[7, EOS]]), _prompts())
+    _, rollout = _run(Agent(start), Scripted([[7, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 1.0]]
 
 
-def test_an_agent_that_streams_gets_the_answer_in_one_piece() -> None:
+def test_streaming_sends_the_answer_in_one_piece() -> None:
     def agent(base_url: str, api_key: str) -> float:
         request = {"stream": True, "stream_options": {"include_usage": True}}
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
@@ -244,13 +242,13 @@ def test_an_agent_that_streams_gets_the_answer_in_one_piece() -> None:
         assert last.usage.completion_tokens == 3
         return float((text.strip(), choices[-1].finish_reason) == ("w4 w5", "stop"))
 
-    _, rollout = _play(Agent(agent), Scripted([[7, 8, EOS]]), _prompts())
+    _, rollout = _run(Agent(agent), Scripted([[7, 8, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 0.0, 1.0]]
 
 
 @pytest.mark.parametrize("turn", [[7, EOS], [7, 7, 7, 7]])
-def test_an_answer_says_how_many_tokens_were_read_and_written(turn: list[int]) -> None:
-    """Whether it was cut off or not."""
+def test_an_answer_has_the_token_counts(turn: list[int]) -> None:
+    """Also for a truncated answer."""
     seen = []
 
     def agent(base_url: str, api_key: str) -> float:
@@ -259,14 +257,14 @@ def test_an_answer_says_how_many_tokens_were_read_and_written(turn: list[int]) -
             seen.append(client.chat.completions.create(model="policy", **request).usage)
         return 1.0
 
-    prompts, _ = _play(Agent(agent), Scripted([turn]), _prompts())
+    prompts, _ = _run(Agent(agent), Scripted([turn]), _prompts())
     (usage,) = seen
     read = len(prompts.token_ids[0])
     assert (usage.prompt_tokens, usage.completion_tokens) == (read, len(turn))
     assert usage.total_tokens == read + len(turn)
 
 
-def test_an_agent_that_did_not_wait_for_its_answer_is_paid_what_it_returned() -> None:
+def test_the_reward_of_an_agent_that_returned_without_its_answer_counts() -> None:
     returned = threading.Event()
 
     def agent(base_url: str, api_key: str) -> float:
@@ -284,31 +282,11 @@ def test_an_agent_that_did_not_wait_for_its_answer_is_paid_what_it_returned() ->
             time.sleep(0.2)
             return super().generate(prompt_ids, sampling)
 
-    _, rollout = _play(Agent(agent), Slow([[7, 7, 7, 7]]), _prompts())
+    _, rollout = _run(Agent(agent), Slow([[7, 7, 7, 7]]), _prompts())
     assert rollout.rewards == [[0.0, 0.0, 0.0, 0.5]]
 
 
-def test_a_request_that_never_ends_does_not_keep_the_server() -> None:
-    sockets = []
-    said: list[str] = []
-
-    def agent(base_url: str, api_key: str) -> float:
-        host = urlsplit(base_url)
-        left_open = socket.create_connection((host.hostname, host.port))
-        sockets.append(left_open)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {api_key}\r\n"
-        left_open.sendall(f"{head}Host: {host.hostname}\r\nContent-Length: 9\r\n\r\n".encode())
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            client.chat.completions.create(model="policy", messages=[FIRST])
-        return 1.0
-
-    options = CallOptions(30, said.append)
-    _play(Agent(agent), Scripted([[7, EOS]]), _prompts(), options=options)
-    sockets[0].close()
-    assert not said
-
-
-def test_requests_of_a_session_come_one_after_the_other() -> None:
+def test_concurrent_requests_of_a_session_are_refused() -> None:
     events = []
 
     def agent(base_url: str, api_key: str) -> float:
@@ -334,13 +312,13 @@ def test_requests_of_a_session_come_one_after_the_other() -> None:
                 time.sleep(0.01)
             return super().generate(prompt_ids, sampling)
 
-    _, rollout = _play(Agent(agent), Slow([[7, EOS]]), _prompts())
+    _, rollout = _run(Agent(agent), Slow([[7, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 1.0]]
     assert len(events) == 1
     assert "an earlier request of the session has no answer yet" in events[0]
 
 
-def test_without_the_key_of_a_session_nothing_is_answered_and_afterwards_nothing_listens() -> None:
+def test_requests_need_a_key_and_the_server_stops_at_the_end() -> None:
     seen = []
 
     def agent(base_url: str, api_key: str) -> float:
@@ -355,7 +333,7 @@ def test_without_the_key_of_a_session_nothing_is_answered_and_afterwards_nothing
         seen.append(base_url)
         return 1.0
 
-    _play(Agent(agent), Scripted([[7, EOS]]), _prompts())
+    _run(Agent(agent), Scripted([[7, EOS]]), _prompts())
     (base_url,) = seen
     assert base_url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.URLError):
@@ -369,30 +347,30 @@ def test_without_the_key_of_a_session_nothing_is_answered_and_afterwards_nothing
         (lambda: 1 / 0, r"raised ZeroDivisionError.* in reset \(.*test_chat.py"),
     ],
 )
-def test_an_agent_that_fails_stops_the_run_with_its_line(agent: Any, sentence: str) -> None:
+def test_an_error_in_an_agent_stops_the_run_and_names_the_line(agent: Any, sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
-        _play(Agent(agent), Scripted([]), _prompts())
+        _run(Agent(agent), Scripted([]), _prompts())
 
 
-def test_an_agent_that_is_late_stops_the_run() -> None:
+def test_an_agent_that_hangs_stops_the_run() -> None:
     ended = threading.Event()
     with pytest.raises(RewardError, match=r"did not return within 0\.2 s in reset"):
-        _play(Agent(ended.wait), Scripted([]), _prompts(), options=CallOptions(0.2))
+        _run(Agent(ended.wait), Scripted([]), _prompts(), options=CallOptions(0.2))
     ended.set()
 
 
-def test_an_address_without_such_an_agent_is_a_sentence() -> None:
-    with pytest.raises(ValueError, match=r"agent .*no function 'nobody' there; it has play"):
+def test_an_invalid_agent_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"agent .*no function 'nobody' there; it has run"):
         load_environment(f"{AGENTS}:nobody")
     with pytest.raises(ValueError, match="unexpected keyword argument 'speed'"):
-        load_environment(f"{AGENTS}:play?speed=3")
+        load_environment(f"{AGENTS}:run?speed=3")
     with pytest.raises(ValueError, match="expected a port that is a number, got 'x'"):
-        load_environment(f"{AGENTS}:play?port=x")
+        load_environment(f"{AGENTS}:run?port=x")
     with pytest.raises(ValueError, match=r"2 processes: .* got port=8123"):
-        check_port(load_environment(f"{AGENTS}:play?port=8123"), World(size=2))
+        check_port(load_environment(f"{AGENTS}:run?port=8123"), World(size=2))
 
 
-def test_an_agent_that_needs_a_column_which_is_not_there_is_refused_before_the_run(
+def test_a_missing_column_of_an_agent_is_refused_before_the_run(
     tmp_path: Path,
 ) -> None:
     sentence = r"agent takes .*: missing a required argument: 'name'; .*api_key, prompt, answer$"

@@ -1,5 +1,4 @@
-"""Classes whose public methods are tools: what the policy reads, what it is answered, what is
-counted."""
+"""Classes with tools as methods."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def _call(arguments: str, name: str = "price") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
-def _play(
+def _run(
     make: Any,
     turns: list[str],
     *,
@@ -73,7 +72,7 @@ def _play(
     count: int = 1,
     say: Any = lambda sentence: None,
 ) -> tuple[Rollout, list[str]]:
-    """(the episodes, what the policy of the first one read before each turn)."""
+    """Return the episodes, and the first one's context before each turn."""
     tokenizer = tiny.byte_tokenizer()
     tokenizer.chat_template = template
     if response_template is not None:
@@ -92,9 +91,9 @@ def _play(
     return rollout, [tokenizer.decode(asked[0]) for asked in engine.asked]
 
 
-def test_methods_are_called_and_their_results_are_messages_that_the_policy_did_not_write() -> None:
+def test_methods_are_called_and_answered_by_messages() -> None:
     two = _call('{"item": "tea"}') + _call('{"item": "jam", "count": 2}')
-    rollout, read = _play(Shop, [two, "It is 2.5."], template=WITH_TOOLS)
+    rollout, read = _run(Shop, [two, "It is 2.5."], template=WITH_TOOLS)
     opening = "<has price><user>Hello. Buy tea.<eos><assistant>"
     answers = "<tool>2.5<eos><tool>5.0<eos><assistant>"
     assert read == [opening, f"{opening}{two}<eos>{answers}"]
@@ -119,15 +118,15 @@ def test_methods_are_called_and_their_results_are_messages_that_the_policy_did_n
         (_call("[1]"), "malformed", "The arguments of a call must be an object"),
         (_call('{"thing": 1}'), "malformed", "missing a required argument: 'item'"),
         (_call('{"item": "none"}'), "raised", "'none'"),
-        # What a policy may write by chance, and must not end the run.
+        # A policy may write these by chance.
         (f"<tool_call>{'[' * 5000}", "malformed", "maximum recursion depth"),
         (_call("{}", name=PLACEHOLDER), "unknown", f"Tool {PLACEHOLDER} not found."),
     ],
 )
-def test_a_call_that_fails_is_told_to_the_policy_and_counted(
+def test_a_failed_call_is_answered_with_its_error_and_counted(
     said: str, outcome: str, sentence: str
 ) -> None:
-    rollout, read = _play(Shop, [said, "I do not know."])
+    rollout, read = _run(Shop, [said, "I do not know."])
     assert rollout.calls == [[outcome]]
     answer = read[1].split("<tool>")[-1]
     assert answer.startswith("{'error': ")
@@ -137,7 +136,7 @@ def test_a_call_that_fails_is_told_to_the_policy_and_counted(
     assert {name: metrics[f"tools/{name}"] for name in wanted} == wanted
 
 
-def test_half_a_surrogate_pair_that_the_policy_wrote_comes_back_as_a_character() -> None:
+def test_a_lone_surrogate_in_an_argument_is_replaced() -> None:
     """JSON has a form for it, and no tokenizer takes it."""
 
     class Echo(Shop):
@@ -149,23 +148,23 @@ def test_half_a_surrogate_pair_that_the_policy_wrote_comes_back_as_a_character()
             """
             return item
 
-    rollout, read = _play(Echo, [_call('{"item": "a\\ud800"}', name="echo"), "So."])
+    rollout, read = _run(Echo, [_call('{"item": "a\\ud800"}', name="echo"), "So."])
     assert rollout.calls == [["answered"]]
     assert read[1].endswith("<tool>a?<eos><assistant>")
 
 
-def test_a_class_says_which_exceptions_of_a_tool_stop_the_run() -> None:
+def test_exceptions_in_stop_on_stop_the_run() -> None:
     class Strict(Shop):
         stop_on = (KeyError,)
 
     with pytest.raises(RewardError, match=r"'Strict' raised KeyError\('none'\) in step .*in price"):
-        _play(Strict, [_call('{"item": "none"}')])
+        _run(Strict, [_call('{"item": "none"}')])
 
 
 @pytest.mark.parametrize("turns", [[_call('{"item": "tea"}')], [_call('{"item": "tea"}'), "a" * 9]])
-def test_the_reward_is_paid_once_however_an_episode_ends(turns: list[str]) -> None:
+def test_the_reward_is_given_once(turns: list[str]) -> None:
     """Here it runs out of turns, or says its last words."""
-    rollout, _ = _play(Shop, turns, max_turns=len(turns))
+    rollout, _ = _run(Shop, turns, max_turns=len(turns))
     assert rollout.rewards is not None
     assert rollout.turns is not None
     assert sum(rollout.rewards[0]) == 1.0
@@ -173,16 +172,16 @@ def test_the_reward_is_paid_once_however_an_episode_ends(turns: list[str]) -> No
     assert paid == [0.0] * (len(turns) - 1) + [1.0]
 
 
-def test_a_reset_that_returns_no_text_ends_the_run_with_a_sentence() -> None:
+def test_a_reset_that_returns_no_text_is_an_error() -> None:
     class Tuple(Shop):
         def reset(self, **row: Any) -> Any:
             return "Hello.", {}
 
     with pytest.raises(RewardError, match="reset must return a text or None, got tuple"):
-        _play(Tuple, ["So."])
+        _run(Tuple, ["So."])
 
 
-def test_tools_of_all_episodes_wait_together() -> None:
+def test_coroutine_tools_run_concurrently() -> None:
     begun: list[str] = []
 
     class Slow(Shop):
@@ -197,14 +196,14 @@ def test_tools_of_all_episodes_wait_together() -> None:
                 await asyncio.sleep(0.001)
             raise OSError("no scales")
 
-    rollout, read = _play(Slow, [_call('{"item": "tea"}', name="weigh"), "So."], count=3)
+    rollout, read = _run(Slow, [_call('{"item": "tea"}', name="weigh"), "So."], count=3)
     assert rollout.calls == [["raised"]] * 3
     assert "<tool>{'error': 'no scales'}" in read[1]
 
 
-def test_a_system_message_describes_tools_that_the_chat_template_leaves_out() -> None:
+def test_a_system_message_describes_tools_that_the_chat_template_ignores() -> None:
     said: list[str] = []
-    _, read = _play(Shop, ["No."], say=said.append)
+    _, read = _run(Shop, ["No."], say=said.append)
     system, user = read[0].split("<eos>")[:2]
     assert system.startswith("<system>")
     assert '{"name": "price", "description": "The price of an item."' in system
@@ -215,7 +214,7 @@ def test_a_system_message_describes_tools_that_the_chat_template_leaves_out() ->
     ]
 
 
-def test_calls_are_read_by_the_response_template_of_the_tokenizer() -> None:
+def test_calls_are_parsed_by_the_tokenizers_response_template() -> None:
     """Arguments that are no JSON have the types of the tool's schema."""
     template = {
         "start_anchor": "<assistant>",
@@ -236,7 +235,7 @@ def test_calls_are_read_by_the_response_template_of_the_tokenizer() -> None:
     }
     said: list[str] = []
     turns = ["@price item=tea,count=3;", "So."]
-    rollout, read = _play(
+    rollout, read = _run(
         Shop, turns, template=WITH_TOOLS, response_template=template, say=said.append
     )
     assert rollout.calls == [["answered"]]
@@ -247,7 +246,7 @@ def test_calls_are_read_by_the_response_template_of_the_tokenizer() -> None:
 def test_a_chat_template_without_tool_messages_is_refused() -> None:
     template = PLAIN.replace("{% for m in messages %}", "{% for m in messages[:2] %}")
     with pytest.raises(DataError, match="'Shop': the chat template ignores messages of the role"):
-        _play(Shop, [], template=template)
+        _run(Shop, [], template=template)
 
 
 def test_which_classes_are_tools() -> None:
@@ -273,9 +272,7 @@ def test_which_classes_are_tools() -> None:
         ("price(self, item: str, /):\n        'The price.'", "by name, .* no item: str"),
     ],
 )
-def test_a_tool_that_cannot_be_described_or_called_is_refused(
-    method: str, sentence: str, tmp_path: Path
-) -> None:
+def test_an_invalid_tool_is_refused(method: str, sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"class Mine:\n    def reset(self, **row): ...\n    def {method}\n")
     config = PPOConfig(prompts=str(tmp_path / "prompts.jsonl"), environment=f"{file}:Mine")

@@ -1,4 +1,4 @@
-"""Episodes: tokens stay those that were drawn, limits end them, failures are told with them."""
+"""Multi-turn episodes: tokens, limits and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastppo.rollout import Rollout, Sampling
 
 
 class Echo:
-    """Answers with what it was told, as long as it goes on."""
+    """Repeat the policy's turn, for a number of turns."""
 
     turns = 2
     reward = 0.5
@@ -48,7 +48,7 @@ def _chat() -> Prompts:
     return Prompts([messages], [[4, 8, 3]], {})
 
 
-def _play(
+def _run(
     make: Any, turns: list[list[int]], prompts: Prompts | None = None, **options: Any
 ) -> tuple[Prompts, Rollout, Scripted]:
     options = {"max_turns": 4, **options}
@@ -59,8 +59,8 @@ def _play(
     return *episode_runner.run(prompts or _prompts(), engine, sampling), engine
 
 
-def test_what_the_environment_writes_stands_between_the_turns() -> None:
-    prompts, rollout, engine = _play(Echo, [[7, 1], [8, 9, 1]])
+def test_observations_are_between_the_turns() -> None:
+    prompts, rollout, engine = _run(Echo, [[7, 1], [8, 9, 1]])
     assert engine.asked == [
         [[4, 5], [4, 6]],
         [[4, 5, 7, 1, 7, 12], [4, 6, 7, 1, 7, 12]],  # the first turn is w4, and w9 is 12
@@ -80,8 +80,8 @@ def test_what_the_environment_writes_stands_between_the_turns() -> None:
     assert prompts.prompts == _prompts().prompts
 
 
-def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
-    """The stop token that the policy drew is not written a second time."""
+def test_a_chat_has_its_templates_text_between_two_turns() -> None:
+    """The sampled stop token is not repeated."""
     template = (
         "{% for m in messages %}{{ m['role'] | replace('user', 'w20') | replace('assistant', 'w21')"
         " | replace('tool', 'w22') }} {{ m['content'] }} <eos> {% endfor %}"
@@ -118,17 +118,17 @@ def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
     assert engine.asked[2] == [ids]
 
 
-@pytest.mark.parametrize("says_it_itself", [True, False])
-def test_turns_begin_with_the_system_message(says_it_itself: bool) -> None:
+@pytest.mark.parametrize("from_reset", [True, False])
+def test_turns_start_with_the_system_message(from_reset: bool) -> None:
     messages = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]
 
     class Game(Echo):
         def reset(self, prompt: Any) -> Any:
             self.turns_heard = []
-            return messages if says_it_itself else None
+            return messages if from_reset else None
 
     tokenizer = tiny.tokenizer(chat=True)
-    prompts = Prompts(["w1"] if says_it_itself else [messages], [[4]], {})
+    prompts = Prompts(["w1"] if from_reset else [messages], [[4]], {})
     episode_runner = Turns(Game, tokenizer, max_turns=1)
     engine = Scripted([[7, 1]], stop=(1,))
     _, rollout = episode_runner.run(
@@ -140,7 +140,7 @@ def test_turns_begin_with_the_system_message(says_it_itself: bool) -> None:
     assert rollout.turns[0][0]["text"] == "w8"
 
 
-def test_an_environment_may_say_what_the_policy_reads_first() -> None:
+def test_reset_may_return_the_first_observation() -> None:
     class Opening(Echo):
         turns = 1
 
@@ -148,7 +148,7 @@ def test_an_environment_may_say_what_the_policy_reads_first() -> None:
             self.turns_heard = []
             return f"{prompt} w30"
 
-    prompts, _, engine = _play(Opening, [[7, 1]])
+    prompts, _, engine = _run(Opening, [[7, 1]])
     assert engine.asked[0] == prompts.token_ids == [[4, 5, 33], [4, 6, 33]]
     assert prompts.prompts == _prompts().prompts
 
@@ -168,15 +168,15 @@ def test_limits_end_an_episode(options, turns, reason, length) -> None:
     class Endless(Echo):
         turns = 99
 
-    _, rollout, engine = _play(Endless, turns, **options)
+    _, rollout, engine = _run(Endless, turns, **options)
     assert rollout.finish_reasons == [reason] * 2
     assert rollout.truncated == [True] * 2
     assert rollout.lengths == [length] * 2
     assert len(engine.asked) == len(turns)
 
 
-def test_coroutines_wait_together() -> None:
-    """Every episode's step has begun before any of them ends."""
+def test_coroutines_run_concurrently() -> None:
+    """All steps start before any of them ends."""
     begun: list[int] = []
 
     class Waiting(Echo):
@@ -187,7 +187,7 @@ def test_coroutines_wait_together() -> None:
             return Echo.step(self, text)
 
     prompts = _prompts(3)
-    _, rollout, _ = _play(Waiting, [[7, 1], [8, 1]], prompts)
+    _, rollout, _ = _run(Waiting, [[7, 1], [8, 1]], prompts)
     assert rollout.rewards == [[0.0, 0.5, 0.0, 0.5]] * 3
 
 
@@ -202,7 +202,7 @@ def test_coroutines_wait_together() -> None:
         ((None, 1.0, False), "returned the observation None in step; expected a text or chat"),
     ],
 )
-def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
+def test_an_invalid_answer_stops_the_run_and_saves_the_episode(
     returned, says, tmp_path: Path
 ) -> None:
     class Wrong(Echo):
@@ -211,7 +211,7 @@ def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
 
     saved = tmp_path / "failed_episode.json"
     with pytest.raises(RewardError, match=f"environment 'Wrong' {says}"):
-        _play(Wrong, [[7, 1], [8, 1]], failure_file=saved)
+        _run(Wrong, [[7, 1], [8, 1]], failure_file=saved)
     record = json.loads(saved.read_text())
     assert record["turns"] == [
         {"role": "prompt", "text": "w1 w2"},
@@ -267,20 +267,20 @@ def test_environments_are_closed_once(is_async: bool) -> None:
         ("", _prompts(), "it has no tokens"),
     ],
 )
-def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says) -> None:
+def test_an_invalid_observation_is_refused(observation, prompts, says) -> None:
     class Odd(Echo):
         def step(self, text: str) -> Any:
             return observation, 0.0, False
 
     with pytest.raises(DataError, match=f"an observation: .*{says}"):
-        _play(Odd, [[7, 1]], prompts)
+        _run(Odd, [[7, 1]], prompts)
 
 
 def test_a_partial_of_a_class_has_the_name_of_the_class() -> None:
     assert EnvironmentPool(functools.partial(Echo)).name == "Echo"
 
 
-def test_an_environment_is_found_by_name(tmp_path: Path) -> None:
+def test_an_environment_is_loaded_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("class Mine:\n    pass\n")
     term = load_environment(f"{path}:Mine")

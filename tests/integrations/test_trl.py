@@ -1,6 +1,6 @@
 """FastPPO's loss in TRL's GRPOTrainer against TRL's own: loss, gradients, metrics, in fp32.
 
-Tolerance: sums of some hundred terms of order 1 in another order, 1e-6 of the largest number.
+Tolerance: 1e-6 of the largest number, for sums of hundreds of terms in another order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==
 accelerate = pytest.importorskip("accelerate")
 adapter = pytest.importorskip("fastppo.integrations.trl")
 
-pytestmark = pytest.mark.filterwarnings("default")  # TRL's are its own affair
+pytestmark = pytest.mark.filterwarnings("default")  # TRL's own warnings
 
 B = 6
 PROMPT = 5
@@ -59,7 +59,7 @@ def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> A
 
 
 def inputs_of(theirs: Any, *, old: bool = True, tool: bool = False) -> dict[str, Tensor]:
-    """Prompts padded left, completions padded right, and logprobs some way off the policy's."""
+    """Return left-padded prompts, right-padded completions and off-policy logprobs."""
     g = torch.Generator().manual_seed(0)
     prompt_mask = (torch.arange(PROMPT) >= torch.randint(0, 4, (B, 1), generator=g)).long()
     lengths = torch.tensor([[7], [3], [1], [5], [7], [4]])
@@ -128,13 +128,13 @@ def assert_agree(
 
 @pytest.mark.parametrize("loss_type", adapter.CLIPPED)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_a_clipped_loss_is_trls(loss_type: str, beta: float, tmp_path: Path) -> None:
+def test_clipped_losses_equal_trls(loss_type: str, beta: float, tmp_path: Path) -> None:
     assert_agree(tmp_path, True, loss_type=loss_type, beta=beta, temperature=0.7, epsilon_high=0.28)
 
 
 @pytest.mark.parametrize("options", [{"loss_type": "cispo"}, {"loss_type": "sapo"}], ids=str)
-def test_cispo_and_sapo_are_trls(options: dict[str, Any], tmp_path: Path) -> None:
-    """TRL's bound of CISPO is the ratio itself."""
+def test_cispo_and_sapo_equal_trls(options: dict[str, Any], tmp_path: Path) -> None:
+    """For CISPO, TRL bounds the ratio itself."""
     options = {"epsilon_high": 1.2, "beta": 0.1, "temperature": 0.7} | options
     assert_agree(tmp_path, True, **options)
 
@@ -146,11 +146,10 @@ def test_cispo_and_sapo_are_trls(options: dict[str, Any], tmp_path: Path) -> Non
         ("sapo", {"loss_type": "sapo"}),
     ],
 )
-def test_an_objective_of_logits_is_trls(
+def test_losses_from_logits_equal_trls(
     objective: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`fastppo.ppo_loss` of the model's logits, without the adapter, so of TRL 1.16 too; one
-    advantage for a completion, as TRL has."""
+    """`fastppo.ppo_loss` of the model's logits, without the adapter, also with TRL 1.16."""
     theirs = trainer(trl.GRPOTrainer, tmp_path, beta=0.0, **options)
     batch = inputs_of(theirs)
     loss, gradients, _ = results(theirs, batch)
@@ -184,7 +183,7 @@ def test_an_objective_of_logits_is_trls(
     [({"delta": 1.3}, {}), ({"vllm": True, "beta": 0.1}, {}), ({}, {"tool": True})],
     ids=["delta", "importance-weights", "tool-mask"],
 )
-def test_what_changes_a_clipped_loss_changes_it_alike(
+def test_options_of_a_clipped_loss_equal_trls(
     options: dict[str, Any], inputs: dict[str, Any], tmp_path: Path
 ) -> None:
     assert_agree(tmp_path, True, inputs=inputs, **options)
@@ -204,7 +203,7 @@ def test_what_changes_a_clipped_loss_changes_it_alike(
     ],
     ids=lambda options: "-".join(options),
 )
-def test_other_losses_are_trls_from_statistics(options: dict[str, Any], tmp_path: Path) -> None:
+def test_other_losses_equal_trls(options: dict[str, Any], tmp_path: Path) -> None:
     assert_agree(tmp_path, False, **options)
 
 
@@ -212,14 +211,12 @@ def test_without_old_logprobs_the_ratio_is_one(tmp_path: Path) -> None:
     assert_agree(tmp_path, False, inputs={"old": False})
 
 
-def test_an_lm_head_in_fp32_goes_trls_way(tmp_path: Path) -> None:
+def test_an_fp32_lm_head_uses_trls_path(tmp_path: Path) -> None:
     assert_agree(tmp_path, False, cast_lm_head_to_fp32=True)
 
 
 @pytest.mark.parametrize("model", ["qwen2", "gemma2", "cohere", "phi"])
-def test_tied_capped_scaled_and_biased_heads_are_as_in_the_model(
-    model: str, tmp_path: Path
-) -> None:
+def test_tied_capped_scaled_and_biased_heads_equal_the_models(model: str, tmp_path: Path) -> None:
     assert_agree(tmp_path, True, model=model, beta=0.1)
 
 
@@ -234,9 +231,7 @@ def test_adapters_on_the_head_get_their_gradient(dora: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "options", [{"lora_dropout": 0.5}, {"use_dora": True, "lora_dropout": 0.5}], ids="-".join
 )
-def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_head_with_dropout_uses_trls_path(options: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], **options)
     both = [
@@ -273,10 +268,10 @@ def test_mixed_precision_reaches_the_trunk(old: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(*losses, rtol=0, atol=2**-8)
 
 
-def test_a_wrapper_that_rounds_goes_trls_way(
+def test_a_wrapper_that_rounds_uses_trls_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2 in bf16 casts what enters and leaves its forward: an advantage, an old logprob."""
+    """FSDP2 in bf16 casts the inputs and outputs of its forward pass."""
     distributed = torch.distributed
     theirs, ours = (trainer(kind, tmp_path) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer))
     batch = inputs_of(theirs)
@@ -303,7 +298,7 @@ def test_a_wrapper_that_rounds_goes_trls_way(
         distributed.destroy_process_group()
 
 
-def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:
+def test_logprobs_and_entropies_equal_trls(tmp_path: Path) -> None:
     theirs, ours = (
         trainer(kind, tmp_path, temperature=0.7) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)
     )
@@ -321,8 +316,8 @@ def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["loss", "statistics"])
-def test_fewer_copies_of_the_logits_are_held(old: bool, tmp_path: Path) -> None:
-    """Bytes that the loss and its gradient allocate, where logits are the largest thing."""
+def test_fewer_copies_of_the_logits_are_stored(old: bool, tmp_path: Path) -> None:
+    """Measure the bytes that the loss and its gradient allocate when logits dominate."""
     vocabulary = 20_000
     peaks = {}
     logits_bytes = B * T * vocabulary * 4
@@ -332,5 +327,5 @@ def test_fewer_copies_of_the_logits_are_held(old: bool, tmp_path: Path) -> None:
         grpo = trainer(kind, tmp_path, model=model)
         batch = inputs_of(grpo, old=old)
         peaks[kind] = allocations(lambda m=grpo, b=batch: m._compute_loss(m.model, b).backward())[1]
-    # Statistics form a chunk's logits again; so few rows as here are one chunk.
+    # Statistics recompute the logits of each chunk; here there is one chunk.
     assert peaks[adapter.GRPOTrainer] < (3 if old else 5) * logits_bytes < peaks[trl.GRPOTrainer]

@@ -20,7 +20,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl", "1.16", reason="expected pip install trl==1.16.*")
 templates = pytest.importorskip("trl.chat_template_utils")
 
-pytestmark = pytest.mark.filterwarnings("default")  # TRL's are its own affair
+pytestmark = pytest.mark.filterwarnings("default")  # TRL's own warnings
 
 PROMPT = [{"role": "user", "content": "Hello."}]
 
@@ -62,7 +62,7 @@ class Shop:
 
 
 def _tokenizer() -> Any:
-    """Of bytes, with Qwen3's chat template and TRL's response template for it."""
+    """Return a byte tokenizer with Qwen3's chat template and TRL's response template."""
     tokenizer = tiny.byte_tokenizer()
     special = [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]
     tokenizer.add_tokens(special, special_tokens=True)
@@ -72,10 +72,10 @@ def _tokenizer() -> Any:
     return templates.add_response_schema(tokenizer)
 
 
-def test_the_same_turns_are_the_same_episode(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_same_turns_give_the_same_episode(tmp_path: Path, monkeypatch: Any) -> None:
     tokenizer = _tokenizer()
     ids = [tokenizer(turn)["input_ids"] for turn in TURNS]
-    theirs = _played_by_trl(tokenizer, ids, tmp_path, monkeypatch)
+    theirs = _run_by_trl(tokenizer, ids, tmp_path, monkeypatch)
 
     term = load_environment(Shop)
     assert term is not None
@@ -94,8 +94,8 @@ def test_the_same_turns_are_the_same_episode(tmp_path: Path, monkeypatch: Any) -
     assert rollout.calls == [["answered", "raised", "unknown"]]
 
 
-def _played_by_trl(tokenizer: Any, ids: Any, folder: Path, monkeypatch: Any) -> dict[str, Any]:
-    """What GRPOTrainer makes of the turns, in a step of training."""
+def _run_by_trl(tokenizer: Any, ids: Any, folder: Path, monkeypatch: Any) -> dict[str, Any]:
+    """Run the turns in a training step of GRPOTrainer."""
     seen: dict[str, Any] = {}
     turns = iter(ids)
 

@@ -1,6 +1,6 @@
 """FastPPO's functions inside verl against verl's own: values and gradients, in fp32.
 
-Tolerance: sums of some hundred terms of order 1 in another order, 1e-6 of the largest number.
+Tolerance: 1e-6 of the largest number, for sums of hundreds of terms in another order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ adapter = pytest.importorskip("fastppo.integrations.verl")
 workers = pytest.importorskip("verl.workers.config")
 correction = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's are its own affair
+pytestmark = pytest.mark.filterwarnings("default")  # verl's own warnings
 
 B = 5
 T = 9
@@ -58,7 +58,7 @@ def config(**options: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7), torch.tensor([0.7])])
 @pytest.mark.parametrize("shape", [(B * T,), (1, B * T)], ids=["flat", "packed"])
-def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Tensor) -> None:
+def test_the_fused_head_equals_verls(shape: tuple[int, ...], temperature: float | Tensor) -> None:
     hidden = torch.randn(*shape, H)
     weight = torch.randn(V, H) / 4
     tokens = torch.randint(V, shape)
@@ -74,7 +74,7 @@ def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Te
         close(ours, theirs)
 
 
-def test_a_temperature_per_token_is_verls() -> None:
+def test_a_temperature_per_token_equals_the_formula() -> None:
     hidden = torch.randn(B * T, H)
     weight = torch.randn(V, H)
     tokens = torch.randint(V, (B * T,))
@@ -97,7 +97,7 @@ def _by_hand(
 @pytest.mark.parametrize("mode", adapter.MODES)
 @pytest.mark.parametrize("info", [{}, GLOBAL], ids=["of-the-batch", "of-all-ranks"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: bool) -> None:
+def test_the_policy_loss_equals_verls(mode: str, info: dict[str, Any], weighted: bool) -> None:
     mask = mask_of()
     advantages = 3 * torch.randn(B, T)
     logprobs = torch.randn(B, T) - 2
@@ -129,7 +129,7 @@ def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: boo
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("objective", ["cispo", "sapo", "gspo", "dis"])
-def test_the_other_objectives_are_verls(objective: str, weighted: bool) -> None:
+def test_the_other_objectives_equal_verls(objective: str, weighted: bool) -> None:
     """From logits, value and gradient. SAO's mask is verl's REINFORCE with IcePop's weights."""
     mask = mask_of()
     logits = torch.randn(B, T, V)
@@ -178,7 +178,7 @@ def test_the_other_objectives_are_verls(objective: str, weighted: bool) -> None:
 
 @pytest.mark.parametrize("bounds", ["2.0", "0.5_1.5"], ids=["truncate", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_of_the_samplers_tokens_are_verls(level: str, bounds: str) -> None:
+def test_importance_weights_equal_verls(level: str, bounds: str) -> None:
     mask = mask_of()
     log_ratio = 0.5 * torch.randn(B, T) * mask
     theirs, _ = correction.compute_rollout_correction_weights(
@@ -198,12 +198,12 @@ def test_weights_of_the_samplers_tokens_are_verls(level: str, bounds: str) -> No
     assert len(ours.unique()) > 2
 
 
-def test_an_aggregation_that_verl_has_not_is_refused() -> None:
+def test_an_unknown_aggregation_is_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_agg_mode must be one of token-mean, .* got 'mean'"):
         adapter.policy_loss(*torch.zeros(4, B, T), loss_agg_mode="mean", config=config())
 
 
-def test_a_mean_over_ranks_without_their_number_of_tokens_is_refused() -> None:
+def test_a_mean_over_ranks_needs_their_number_of_tokens() -> None:
     options = config()
     options.global_batch_info["dp_size"] = 2
     with pytest.raises(ValueError, match="batch_num_tokens must be that of all 2 ranks, got None"):
@@ -214,7 +214,7 @@ def test_a_mean_over_ranks_without_their_number_of_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.9, 0.0)])
-def test_advantages_are_verls(gamma: float, lam: float) -> None:
+def test_advantages_equal_verls(gamma: float, lam: float) -> None:
     mask = mask_of()
     rewards = torch.randn(B, T) * mask
     values = torch.randn(B, T)

@@ -1,4 +1,4 @@
-"""How users' functions are called, and how long a run waits for them."""
+"""Calls of users' functions: errors and time limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastppo.rewards.calling import UserCodeError, call
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("x" * 100_000)])
-def test_whatever_is_raised_is_one_sentence(error: BaseException) -> None:
+def test_any_exception_becomes_a_short_message(error: BaseException) -> None:
     def raises() -> None:
         raise error
 

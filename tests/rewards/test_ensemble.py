@@ -1,4 +1,4 @@
-"""Several rewards as one: mean, minimum and lower bound, and whom to blame."""
+"""Reward ensembles: mean, minimum, lower bound, and errors of members."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_ensemble_combines_its_members(by: str, expected: float) -> None:
     assert scored.disagreement == pytest.approx([DEVIATION, 0.0], rel=1e-12)
 
 
-def test_members_get_the_columns_and_token_ids_that_they_name() -> None:
+def test_members_get_the_columns_and_token_ids_they_name() -> None:
     def matches(prompts, completions, wanted):
         return [float(w in c) for w, c in zip(wanted, completions, strict=True)]
 
@@ -67,13 +67,13 @@ def test_a_failing_member_is_named_and_its_sample_saved(tmp_path) -> None:
     assert (record["reward"], record["completions"]) == ("ensemble/broken", COMPLETIONS[1:])
 
 
-def test_a_member_with_parts_is_refused() -> None:
+def test_a_member_with_rewards_by_step_is_refused() -> None:
     ensemble = RewardEnsemble([_constant("steps", [1.0, [(1, 1.0)]])])
     with pytest.raises(RewardError, match="'e/steps' returned rewards by token or step for compl"):
         score(RewardTerm("e", ensemble), SAMPLES)
 
 
-def test_an_ensemble_of_saved_models_takes_their_options(tmp_path) -> None:
+def test_an_ensemble_of_saved_models_takes_options_of_load_reward(tmp_path) -> None:
     directory = tiny.saved_reward_model(tmp_path)
     alone = RewardModel(directory)(PROMPTS, COMPLETIONS)
     ensemble = RewardEnsemble([directory, directory], by="lcb", batch_size=1)
@@ -90,6 +90,6 @@ def test_an_ensemble_of_saved_models_takes_their_options(tmp_path) -> None:
         ({"members": ["nowhere.py:f"]}, "there is no file nowhere.py"),
     ],
 )
-def test_an_ensemble_that_cannot_be_is_refused(options, says) -> None:
+def test_an_invalid_ensemble_is_refused(options, says) -> None:
     with pytest.raises(ValueError, match=says):
         RewardEnsemble(**options)

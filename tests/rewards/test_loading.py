@@ -1,4 +1,4 @@
-"""Rewards by name, under names of their own."""
+"""Load rewards by name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_a_function_of_a_module() -> None:
         ("fastppo.demo.task:absent", "no function 'absent' there; it has "),
     ],
 )
-def test_a_reward_that_is_not_there_is_refused(spec: str, says: str) -> None:
+def test_a_missing_reward_is_an_error(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         load_reward(spec)
 
 
-def test_a_file_may_import_its_neighbours(tmp_path) -> None:
+def test_a_file_can_import_its_neighbours(tmp_path) -> None:
     (tmp_path / "words_of_a_neighbour.py").write_text("LIKED = 'w7'\n")
     (tmp_path / "with_neighbour.py").write_text(
         "from words_of_a_neighbour import LIKED\n"
@@ -52,7 +52,7 @@ def test_a_directory_is_a_model(tmp_path) -> None:
     assert reward.batch_size == 3
 
 
-def test_a_reward_goes_by_its_functions_or_its_directorys_name(tmp_path) -> None:
+def test_a_reward_is_named_after_its_function_or_directory(tmp_path) -> None:
     assert reward_name("path/to/file.py:brief") == "brief"
     assert reward_name("package.module:brief") == "brief"
     assert reward_name("runs/reward") == "reward"
@@ -61,23 +61,23 @@ def test_a_reward_goes_by_its_functions_or_its_directorys_name(tmp_path) -> None
 
 
 @pytest.mark.parametrize(
-    "pays",
+    "source",
     [
         "import functools\n\ndef base(x, **columns): return [1.0]\n"
-        "pays = functools.partial(base, x=2)\n",
-        "class Pays:\n    def __call__(self, *texts, **columns): return [1.0]\npays = Pays()\n",
-        "from words_that_pay import pays\n",
+        "score = functools.partial(base, x=2)\n",
+        "class Score:\n    def __call__(self, *texts, **columns): return [1.0]\nscore = Score()\n",
+        "from scoring_words import score\n",
     ],
     ids=["partial", "object", "from another file"],
 )
-def test_a_changed_body_changes_the_fingerprint_of_whatever_is_called(pays: str, tmp_path) -> None:
-    neighbour = tmp_path / "words_that_pay.py"
-    neighbour.write_text("def pays(*texts, **columns): return [1.0]\n")
+def test_changed_code_changes_the_fingerprint(source: str, tmp_path) -> None:
+    neighbour = tmp_path / "scoring_words.py"
+    neighbour.write_text("def score(*texts, **columns): return [1.0]\n")
     file = tmp_path / "reward.py"
-    file.write_text(pays)
-    prints = [load_callable(f"{file}:pays", "reward").fingerprint]
-    for changed in (file, neighbour) if "words_that_pay" in pays else (file,):
+    file.write_text(source)
+    prints = [load_callable(f"{file}:score", "reward").fingerprint]
+    for changed in (file, neighbour) if "scoring_words" in source else (file,):
         changed.write_text(changed.read_text().replace("1.0", "2.0") + "\n")
-        sys.modules.pop("words_that_pay", None)
-        prints.append(load_callable(f"{file}:pays", "reward").fingerprint)
+        sys.modules.pop("scoring_words", None)
+        prints.append(load_callable(f"{file}:score", "reward").fingerprint)
     assert len(set(prints)) == len(prints)

@@ -1,4 +1,4 @@
-"""Reward models: each text is read with the model's own tokenizer, at its last token."""
+"""Reward models: own tokenizer, truncation, and the score at the last token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_reward_model_scores_text_with_its_own_tokenizer(tmp_path) -> None:
     assert reward(PROMPTS, COMPLETIONS)[0] == pytest.approx(own, abs=1e-6)
 
 
-def test_a_long_text_loses_its_beginning(tmp_path) -> None:
+def test_a_long_text_is_truncated_from_the_left(tmp_path) -> None:
     reward = RewardModel(tiny.saved_reward_model(tmp_path))
     reward.max_length = 3
     assert reward(["w1 w2"], [" w3 w4 w5"]) == reward([""], ["w3 w4 w5"])
@@ -38,7 +38,7 @@ def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> Non
     assert reward([prompt], [" w8"]) == reward(["w1 w9 w2 "], ["w8"])
 
 
-def test_a_text_is_no_longer_than_the_context_and_what_the_model_was_trained_with(tmp_path) -> None:
+def test_texts_are_limited_by_the_context_and_score_max_length(tmp_path) -> None:
     name = tiny.saved_reward_model(tmp_path)
     assert RewardModel(name).max_length == tiny.CONTEXT
     model = AutoModelForSequenceClassification.from_pretrained(name)
@@ -68,7 +68,7 @@ def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
     torch.testing.assert_close(scores, torch.tensor(alone), rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------- what is none
+# --------------------------------------------------------------------------------------- invalid
 
 
 def _without_its_head(path: Path) -> str:
@@ -84,8 +84,6 @@ def _without_its_head(path: Path) -> str:
         (_without_its_head, r"reward .* lacks weights of LlamaForSeq.*: score\.weight"),
     ],
 )
-def test_what_is_no_reward_model_is_refused(
-    save: Callable[[Path], str], says: str, tmp_path: Path
-) -> None:
+def test_other_models_are_refused(save: Callable[[Path], str], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         load_reward(save(tmp_path))

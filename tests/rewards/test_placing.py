@@ -1,4 +1,4 @@
-"""Which token a reward within a response is paid at."""
+"""Assignment of rewards within a response to tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _placed(partial, completion: str, prompt: str = "a prompt: ") -> list[float]
     return token_rewards(partial, completion, BYTES(prompt)["input_ids"], ids, BYTES)
 
 
-def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -> None:
+def test_an_invalid_character_in_the_response_counts_as_one() -> None:
     """A response may hold bytes that are no character; its text then has U+FFFD too."""
     response = [BYTES("é")["input_ids"][0], *BYTES("ab")["input_ids"]]
     text = BYTES.decode(response)
@@ -29,7 +29,7 @@ def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -
     ]
 
 
-def test_a_word_that_loses_its_space_when_decoded_alone_is_placed_behind_its_prompt() -> None:
+def test_a_leading_space_that_decoding_drops_is_counted() -> None:
     """The offsets are those of the completion, which begins with the space."""
     tokenizer = tiny.tokenizer()
     prompt = tokenizer("w1 w2")["input_ids"]
@@ -50,7 +50,7 @@ def test_rewards_by_token_and_none_pass_through() -> None:
     assert token_rewards([], "ab", [5], [3, 4], BYTES) == [0.0, 0.0]
 
 
-def test_token_rewards_refuses_what_does_not_fit() -> None:
+def test_token_rewards_refuses_inconsistent_arguments() -> None:
     with pytest.raises(
         ValueError, match="expected one reward per token, got 1 for 2 response tokens"
     ):
@@ -63,7 +63,7 @@ def test_token_rewards_refuses_what_does_not_fit() -> None:
         token_rewards([(1, 1.0)], "", [5], [], BYTES)
 
 
-def test_a_prompt_that_ends_within_a_character_is_left_out() -> None:
+def test_a_prompt_that_ends_within_a_character_is_ignored() -> None:
     """The response then was decoded alone, and so it is here."""
     first, second = BYTES("é")["input_ids"]
     response = [second, *BYTES("ab")["input_ids"]]
@@ -76,7 +76,7 @@ def test_a_prompt_that_ends_within_a_character_is_left_out() -> None:
     ]
 
 
-def test_a_long_response_is_decoded_a_few_times_only() -> None:
+def test_a_long_response_is_decoded_a_few_times() -> None:
     """O(log T) prefixes for each step, because the text only grows with the tokens."""
 
     class Counting:
@@ -98,7 +98,7 @@ def test_a_long_response_is_decoded_a_few_times_only() -> None:
     st.text(st.sampled_from("a b.é€🙂"), min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(1, 20), st.integers(-3, 3)), max_size=5),
 )
-def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, steps) -> None:
+def test_placement_agrees_with_counting_bytes(completion, steps) -> None:
     """A character of several tokens counts from its last one, an end beyond the text is the last
     token, and steps that end on one token add up."""
     expected = [0.0] * (len(completion.encode()) + 1)
@@ -110,12 +110,12 @@ def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, step
 
 
 @pytest.mark.parametrize(
-    ("written", "paid"),
+    ("written", "expected"),
     [
         ([True, True, True, True], [1.0, 2.0, 4.0, 8.0]),
         ([True, False, False, True], [7.0, 8.0]),
         ([False, False, True, False], [15.0]),
     ],
 )
-def test_a_reward_off_the_policys_tokens_goes_to_the_last_before_it(written, paid) -> None:
-    assert written_token_rewards([1.0, 2.0, 4.0, 8.0], written) == paid
+def test_the_reward_of_an_unwritten_token_moves_to_the_last_written_one(written, expected) -> None:
+    assert written_token_rewards([1.0, 2.0, 4.0, 8.0], written) == expected

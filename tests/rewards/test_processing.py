@@ -1,4 +1,4 @@
-"""Scores before they become rewards: scales in closed form, and a running scale that goes on."""
+"""Running normalization of scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _batches(sizes=(5, 1, 16, 3), offset: float = 0.0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_the_running_scale_is_the_deviation_of_all_scores_so_far(offset: float) -> None:
+def test_the_running_scale_is_the_standard_deviation_so_far(offset: float) -> None:
     """Against NumPy on everything seen, the current batch included; also far from zero, where a
     sum of squares would lose the deviation's digits."""
     scale = RunningScale()

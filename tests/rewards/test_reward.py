@@ -1,4 +1,4 @@
-"""What a reward is called with and may return; failures say what was wrong and save the samples."""
+"""Arguments and return values of rewards, and errors with saved samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPLETIONS = ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
 """The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
 
-# ------------------------------------------------------------------------------- what it is given
+# ------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,10 @@ IDS = [[10, 10, 1], [7, 1]]
         "def f(**kw): return [len(x) for x in kw['completions']]",
         "def f(p, c, **columns): return [len(x) for x in c]",
         "def f(prompts, completions, wanted): return [len(c) for c in completions]",
+        "async def f(prompts, completions): return [len(c) for c in completions]",
     ],
 )
-def test_any_sensible_signature_is_called_right(source: str) -> None:
+def test_common_signatures_get_the_right_arguments(source: str) -> None:
     names: dict = {}
     exec(source, names)
     samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]})
@@ -57,15 +58,15 @@ def test_any_sensible_signature_is_called_right(source: str) -> None:
         ("def f(completions, **columns): return ['completion_ids' in columns] * 2", 0),
     ],
 )
-def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int) -> None:
-    """They are no column, so `**columns` alone does not ask for them."""
+def test_completion_ids_are_passed_by_name_only(source: str, expected: int) -> None:
+    """They are not in `**columns`."""
     names: dict = {}
     exec(source, names)
     samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]}, IDS)
     assert score(RewardTerm("f", names["f"]), samples)[0] == expected
 
 
-# -------------------------------------------------------------------------------- what it returns
+# -------------------------------------------------------------------------------- return values
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,9 @@ def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int
         (1.0, "returned float; expected a list of 2 floats", 2),
     ],
 )
-def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, tmp_path) -> None:
+def test_an_invalid_return_value_is_refused_and_the_sample_saved(
+    returned, says, saved, tmp_path
+) -> None:
     term = RewardTerm("broken", lambda prompts, completions: returned)
     samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["w7", "w9"], "when": [None, object()]})
     path = tmp_path / "new" / "failed.json"
@@ -103,7 +106,7 @@ def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, t
         ("lambda *both, **columns: 0", []),
     ],
 )
-def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, lacking) -> None:
+def test_missing_columns_are_found_from_the_signature(source, lacking) -> None:
     assert lacking_columns(inspect.signature(eval(source)), ["wanted"]) == lacking
 
 
@@ -115,9 +118,7 @@ def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, la
         ("lambda: 0", "takes no arguments"),
     ],
 )
-def test_a_signature_without_room_for_completions_is_refused_with_the_expected_one(
-    source: str, says: str
-) -> None:
+def test_a_signature_without_completions_is_refused(source: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"reward f {says}")) as refused:
         check_signature("f", inspect.signature(eval(source)), "p.jsonl", ["wanted"])
     assert "expected f(prompts, completions, **columns), which takes lists" in str(refused.value)
@@ -131,7 +132,7 @@ def _scored(returned, **more) -> Scored:
     return score(term, Samples(PROMPTS, COMPLETIONS, completion_ids=IDS), **more)
 
 
-def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
+def test_a_batch_may_mix_numbers_tokens_and_steps() -> None:
     tokens = _scored([[0.5, 0.25, 1.0], 3.0])
     assert tokens == [1.75, 3.0]
     assert tokens.steps == [[0.5, 0.25, 1.0], None]
@@ -157,7 +158,7 @@ def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
         ([0.0, [(1, 9e14), (2, 9e14)]], "in total for completion 1"),
     ],
 )
-def test_wrong_parts_are_refused_with_their_row(returned, says, tmp_path) -> None:
+def test_invalid_steps_are_refused_with_their_row(returned, says, tmp_path) -> None:
     with pytest.raises(RewardError, match=f"reward 'steps' .*{says}"):
         _scored(returned, failure_file=tmp_path / "failed.json")
     record = json.loads((tmp_path / "failed.json").read_text())

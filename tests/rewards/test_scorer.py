@@ -1,4 +1,4 @@
-"""The rewards of a batch: weights, the two parts in which a response is paid, and their scale."""
+"""Rewards of a batch: weights, both parts of a reward, and normalization."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SCORES = Scores(
     lengths=LENGTHS,
     terms={"a": Scored([2.5, -1.75, 0.5, 5.0])},
 )
-"""The third response is paid at its end alone."""
+"""The third response has a reward at its last token only."""
 TOTAL = torch.tensor([2.5, -1.75, 0.5, 5.0])
 WHOLE = Scores(TOTAL)
-"""The same totals, each paid at the end."""
+"""The same totals, at the last token."""
 
 
-def _paid(scores: Scores) -> torch.Tensor:
-    """[B]: what is paid within each response."""
+def _sum_within(scores: Scores) -> torch.Tensor:
+    """Sum the rewards within each response, [B]."""
     assert scores.within is not None
     return torch.stack([part.sum() for part in scores.within.split(LENGTHS)])
 
@@ -41,21 +41,20 @@ def _paid(scores: Scores) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def test_a_missing_eos_costs_its_penalty_at_the_end_of_the_response() -> None:
+def test_the_penalty_of_a_missing_eos_is_at_the_last_token() -> None:
     truncated = [False, True, False, True]
     assert SCORES.with_eos_penalty(truncated, None) is SCORES
     wanted = TOTAL - torch.tensor([0.0, 3.0, 0.0, 3.0])
-    charged = SCORES.with_eos_penalty(truncated, 3.0)
-    torch.testing.assert_close(charged.total, wanted)
-    torch.testing.assert_close(charged.within, SCORES.within)
+    penalized = SCORES.with_eos_penalty(truncated, 3.0)
+    torch.testing.assert_close(penalized.total, wanted)
+    torch.testing.assert_close(penalized.within, SCORES.within)
     torch.testing.assert_close(WHOLE.with_eos_penalty(truncated, 3.0).last, wanted)
 
 
 @pytest.mark.parametrize("method", ["none", "batch", "running"])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | None) -> None:
-    """Rewards within a response are scaled by the factor that its total is scaled by; the mean
-    that whitening takes away goes to the last token."""
+def test_normalization_scales_both_parts(method: str, clip: float | None) -> None:
+    """Both parts have the same factor. Whitening subtracts the mean at the last token."""
     seen = torch.tensor([1.0, 2.0, 6.0])
     running = RunningScale()
     running.update(seen)
@@ -76,9 +75,9 @@ def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | Non
     torch.testing.assert_close(
         scaled.within, SCORES.within * factor.repeat_interleave(torch.tensor(LENGTHS))
     )
-    torch.testing.assert_close(scaled.last, wanted - _paid(scaled))
-    assert scaled.within[4:6].tolist() == [0.0, 0.0], "one number is paid at the end"
-    assert running.count == (7 if method == "running" else 3), "taken in once, where it is used"
+    torch.testing.assert_close(scaled.last, wanted - _sum_within(scaled))
+    assert scaled.within[4:6].tolist() == [0.0, 0.0], "one number is at the last token"
+    assert running.count == (7 if method == "running" else 3), "updated once"
 
 
 def test_metrics_are_means_over_the_batch() -> None:
@@ -100,8 +99,8 @@ def test_metrics_are_means_over_the_batch() -> None:
 # --------------------------------------------------------------------------------------- the scorer
 
 
-def test_placed_rewards_add_up_by_their_weights() -> None:
-    """Of two texts, the tokens of each and its end."""
+def test_step_rewards_add_up_with_their_weights() -> None:
+    """Rewards by token, by step and as one number."""
     texts = ["ab cd", "xy"]
     prompts = [BYTES("p: ")["input_ids"]] * 2
     responses = [[*BYTES(text)["input_ids"], BYTES.eos_token_id] for text in texts]
@@ -117,7 +116,7 @@ def test_placed_rewards_add_up_by_their_weights() -> None:
     assert scores.total.tolist() == [-0.5, 4.0]
 
 
-def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
+def test_each_reward_is_called_once_and_monitors_are_only_logged() -> None:
     calls = []
 
     def named(name: str, value: float) -> RewardTerm:
