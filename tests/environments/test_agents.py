@@ -101,7 +101,7 @@ def test_tokens_and_logprobs_are_the_decoders() -> None:
 
 def test_a_conversation_is_one_response() -> None:
     engine = Scripted([[7, EOS], [10, 10, EOS], [10, EOS]])
-    prompts, rollout = _run("play", engine, _prompts())
+    prompts, rollout = _run("run", engine, _prompts())
     assert prompts.token_ids == [[USER, 8, EOS, ASSISTANT]]
     between = [[USER, 12, EOS, ASSISTANT], [USER, 13, EOS, ASSISTANT]]
     assert rollout.tokens == [[7, EOS, *between[0], 10, 10, EOS, *between[1], 10, EOS]]
