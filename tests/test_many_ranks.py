@@ -172,7 +172,7 @@ def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -
     )
     assert (first_code, second_code) == (1, 1)
     assert "rank 0 of 2: another rank has ended; see the last output of that rank" in first_error
-    assert "out of memory on one of several processes: CUDA out of memory" in second_error
+    assert "out of memory in one of several processes: CUDA out of memory" in second_error
     assert "with a smaller microbatch_size or microbatch_tokens" in second_error
 
 
@@ -230,8 +230,8 @@ def test_a_stopped_torchrun_leaves_a_checkpoint(tmp_path: Path) -> None:
     (name,) = folder.checkpoints()
     stopped = f"fastppo: stopped by SIGTERM after {int(name[-6:])} of {LONG} iterations; "
     assert done.stderr.count(stopped) == 2, done.stderr
-    shards = sorted(path.name for path in (folder.run / name / "shards").glob("*.distcp"))
-    assert shards == ["__0_0.distcp", "__1_0.distcp"]
+    shards = [*(folder.run / name / "shards").glob("*.safetensors")]
+    assert len(shards) == 2, shards
     flags = folder.flags(iterations=int(name[-6:]) + 1, **options, resume=True)
     done = torchrun(1, "-m", "fastppo", *flags)
     assert done.returncode == 0, done.stderr
