@@ -376,7 +376,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(folder: Folder, run) -> 
     shutil.rmtree(folder.run)
     code, said = run(iterations=3, checkpoint_best="min:rewards")
     assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000003"]
-    assert "checkpoint_best=min:rewards: no iteration since the last checkpoint had it" in said
+    assert "checkpoint_best=min:rewards: absent from all iterations since the last" in said
 
 
 # ------------------------------------------------------------------------------------------ rewards
