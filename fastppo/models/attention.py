@@ -1,8 +1,8 @@
 """Causal attention without a mask, for right-padded rows and for packed sequences.
 
-transformers builds a mask in every forward pass. To decide whether one is needed it synchronises
-with the GPU, and a mask keeps SDPA from its fastest kernels. Training needs neither: no token sees
-padding on its right, and the bounds of packed sequences are known.
+transformers builds a mask in every forward pass. It synchronises with the GPU to decide whether one
+is needed, and a mask keeps SDPA from its fastest kernels. Training needs no mask: tokens do not see
+padding on their right, and the bounds of packed sequences are known.
 
 So the trunk gets a `mark`, an empty four-dimensional mask that transformers passes on unread.
 Attention functions registered with `AttentionInterface` read it as "causal, nothing masked". The

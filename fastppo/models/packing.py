@@ -58,7 +58,7 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
 
 
 def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
-    """Return (role, trunk) of all models that read the policy's batches."""
+    """Return (role, trunk) of all readers of the policy's batches."""
     trunks: list[tuple[str, Any]] = [("the policy", policy.causal_lm.base_model)]
     if isinstance(policy.value_function, CriticValue):
         trunks.append(("the critic", policy.value_function.trunk))

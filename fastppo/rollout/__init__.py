@@ -1,8 +1,7 @@
 """The interface of rollout engines: prompts in; tokens, finish reasons, logprobs and values out.
 
 An engine may be a loop over the policy, Hugging Face `generate` or a server. It reports whether it
-reads the learner's own weights, and the logprob of each token under the distribution that it
-sampled from.
+reads the learner's own weights, and the logprob of each token under the sampling distribution.
 
 Top-k and top-p make two logprobs differ. With `m` the probability of the kept tokens under
 softmax(z/T),
@@ -51,7 +50,7 @@ class Sampling:
     greedy: bool = False
     """Take the likeliest token; `sampler_logprobs` are those of sampling it."""
     place: tuple[int, int] | None = None
-    """(first row, rows): where the prompts are in a larger batch of that many rows."""
+    """(first row, rows): position of the prompts in a larger batch."""
     seed: int | None = None
     """Seed for engines with `draws_by_row`; None draws one from torch's global CPU generator."""
 
@@ -73,7 +72,7 @@ class Sampling:
 class Rollout:
     """One response per prompt, in the order of the prompts.
 
-    Tensors are fp32 on the CPU. Fields that the engine does not know are None.
+    Tensors are fp32 on the CPU. Fields unknown to the engine are None.
     """
 
     tokens: list[list[int]]
@@ -82,7 +81,7 @@ class Rollout:
     """`stop`, `length` or `turns`."""
     sampler_logprobs: list[Tensor] | None = None
     """Each [length], nats, under the sampling distribution: after temperature, top-k and top-p.
-    Responses that no engine generated have none."""
+    Responses given to `step` have none."""
     logprobs: list[Tensor] | None = None
     """Each [length], nats, under softmax(z/T) over the whole vocabulary."""
     values: list[Tensor] | None = None
@@ -95,8 +94,8 @@ class Rollout:
     rewards: list[list[float]] | None = None
     """Each [tokens of the policy], reward units: rewards of an environment."""
     turns: list[list[dict[str, Any]]] | None = None
-    """Readable turns of each episode, from the first that the policy reads: `role` (prompt, policy,
-    environment, or a message's, such as system), `text`, and the `reward` of a policy turn."""
+    """Readable turns of each episode: `role` (prompt, policy, environment, or a message's, such as
+    system), `text`, and the `reward` of a policy turn."""
     calls: list[list[str]] | None = None
     """Outcomes of each episode's tool calls: `answered`, `unknown`, `malformed` or `raised`."""
     versions: list[int] | None = None
@@ -165,7 +164,7 @@ class RolloutEngine(ABC):
         All randomness must come from torch's global CPU generator or `sampling.seed`.
         """
 
-    # An engine that reads the learner's own weights and has no threads needs none of these.
+    # Engines with the learner's own weights and no threads need none of these.
 
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Replace copies and caches of old weights by those of `policy`, the trainer's

@@ -1,15 +1,15 @@
 """A decoding loop over the learner's own trunk and head.
 
-It gives three things that Hugging Face `generate` does not:
+Unlike Hugging Face `generate`
 
-- logprobs at no extra cost: drawing a token computes its logprob (`rollout.draw`);
-- values: the hidden state that predicts a token also gives its value. A learner in fp32 gets old
-  logprobs and values from the rollout, without a forward pass of its own;
-- rows that have ended leave the batch.
+- it computes the logprob of a token while drawing it (`rollout.draw`), at no extra cost;
+- it computes values from the same hidden states, so a learner in fp32 gets old logprobs and values
+  without a forward pass of its own;
+- it drops finished rows from the batch.
 
 Prompts are padded on the left, and position ids count tokens. All random numbers of a call are
-drawn before its first token, one per row and step. So the tokens of a row do not depend on the
-other rows or on the batch size.
+drawn before its first token, one per row and step, so the tokens of a row depend neither on the
+other rows nor on the batch size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DecoderEngine(RolloutEngine):
     """Decode with the policy in training, `batch_size` rows at a time.
 
     Args:
-        policy: an `ActorCritic` whose value function reads final hidden states also gives values.
+        policy: an `ActorCritic` also gives values, unless it has a separate critic.
         final_values: also give the value after the last token of truncated responses, at the cost
             of one more pass of the trunk.
         tokenizer: only needed for stop strings.
@@ -142,7 +142,7 @@ class DecoderEngine(RolloutEngine):
 
 
 class _LiveRows:
-    """Rows that are still decoding: their cache and the inputs of the next step.
+    """Unfinished rows: their cache and the inputs of the next step.
 
     Attributes:
         live: [L] int64, indices in the batch, ascending.
@@ -196,7 +196,7 @@ class _LiveRows:
         return states
 
     def draw(self, hidden: Tensor, column: int) -> Draws:
-        """Draw the token that each row of hidden [L, H] predicts."""
+        """Draw a token per row of hidden states [L, H]."""
         logits = self.head.logits(hidden)
         if self.scratch is None:
             self.scratch = scratch_for(logits)
@@ -208,7 +208,7 @@ class _LiveRows:
         self.next = tokens.unsqueeze(1)
 
     def leave(self, ended: Tensor) -> None:
-        """Drop the rows that have ended, [L] bool."""
+        """Drop finished rows; `ended` is [L] bool."""
         left = (~ended).nonzero().squeeze(1)
         self.live = self.live[left]
         if not len(left):

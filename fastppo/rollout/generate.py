@@ -1,4 +1,4 @@
-"""Rollouts by Hugging Face `generate`, for any model that transformers can decode.
+"""Rollouts by Hugging Face `generate`, for all causal LMs of transformers.
 
 A logits processor takes the logprob of each sampled token from the logits of its step, so `[B, T,
 V]` logits are never held. `generate` gives no values.
@@ -65,7 +65,7 @@ class _SampledLogprobs(LogitsProcessor):
 
 
 class _AtStopString(StoppingCriteria):
-    """End the rows that completed a stop string, and record their lengths."""
+    """End rows at a stop string, and record their lengths."""
 
     def __init__(self, strings: StopStrings, width: int, rows: int) -> None:
         self.strings = strings
@@ -87,8 +87,8 @@ class GenerateEngine(RolloutEngine):
 
     Args:
         tokenizer: only needed for stop strings.
-        static_cache: use transformers' static KV cache, with which `generate` compiles the decoding
-            step on a GPU. The first rollout waits for the compiler.
+        static_cache: use transformers' static KV cache. On a GPU `generate` then compiles the
+            decoding step, and the first rollout waits for the compiler.
     """
 
     same_weights = True

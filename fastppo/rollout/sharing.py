@@ -4,7 +4,7 @@ Sharded weights are gathered once for the whole rollout, so ranks do not wait fo
 decoding. An engine with a copy of the weights needs them only at a handover.
 
 With the decoder, responses do not depend on the number of ranks. Other engines seed a generator per
-rank, or per group of ranks that share one engine.
+rank, or per group of ranks with a common engine.
 """
 
 from __future__ import annotations
