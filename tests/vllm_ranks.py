@@ -6,6 +6,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ class Listener:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.module: Any = ModuleType("vllm")
+        self.module.__spec__ = ModuleSpec("vllm", None)  # `find_spec` finds it
         self.module.LLM, self.module.SamplingParams = self._llm, dict
         self.most_at_once = 0
         """Largest number of full weights in memory at once."""
