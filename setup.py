@@ -1,6 +1,6 @@
-"""Where the packages are: `fastppo` here, `fastppo_kernels` inside the plain folder `kernels/`.
+"""Packages: `fastppo`, and `fastppo_kernels` in the plain folder `kernels/`.
 
-`kernels/` itself is no package: Hugging Face publishes one of that name, and transformers imports
+`kernels/` must not be a package: Hugging Face publishes one of that name, and transformers imports
 it.
 """
 
