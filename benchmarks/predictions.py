@@ -237,7 +237,7 @@ def works() -> list[Work]:
     return cases
 
 
-HEADER = ["work", *(card.name for card in CARDS), "published by others", "measured"]
+HEADER = ["operation", *(card.name for card in CARDS), "published by others", "measured"]
 NOT_MEASURED = "not measured"
 
 
