@@ -1,11 +1,10 @@
-"""Call users' code: rewards, environments, agents, tools, prompt functions and callbacks.
+"""Call users' code: rewards, environments, agents and tools.
 
 Every exception, `SystemExit` included, becomes a `UserCodeError` with the user's file and line.
 Torch's random state is restored after each call. Python cannot stop a function that hangs, so with
-a time limit the function runs in a daemon thread, which is abandoned when the time is up.
+a time limit the function runs in a daemon thread and is abandoned when the time is up.
 
-Two kinds of users' code are called elsewhere: callbacks of the supervised stages, by transformers'
-`Trainer`, and rollout engines, which are part of the trainer and share its random state.
+Callbacks and rollout engines are part of the trainer and share its random state.
 """
 
 from __future__ import annotations
