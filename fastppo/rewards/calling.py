@@ -1,10 +1,11 @@
-"""Call users' code: rewards, environments, agents and tools.
+"""Call users' code: rewards, environments, agents, tools and callbacks of PPO.
 
 Every exception, `SystemExit` included, becomes a `UserCodeError` with the user's file and line.
 Torch's random state is restored after each call. Python cannot stop a function that hangs, so with
 a time limit the function runs in a daemon thread and is abandoned when the time is up.
 
-Callbacks and rollout engines are part of the trainer and share its random state.
+Callbacks of the supervised stages, which transformers' `Trainer` calls, and rollout engines share
+the trainer's random state.
 """
 
 from __future__ import annotations
