@@ -58,6 +58,9 @@ def test_a_resume_deletes_the_lines_past_the_checkpoint(index: str, tmp_path: Pa
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"text": "' + "é".encode()[:1])
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
+    log.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    events.rename(events.with_name("events.out.tfevents.1.a"))  # names have only whole seconds
     resumed = RunLog(tmp_path, Config(), index=index, first=3)
     assert [note.split(": ")[0] for note in resumed.notes] == [
         str(tmp_path / name) for name in ("metrics.jsonl", "samples.jsonl")
