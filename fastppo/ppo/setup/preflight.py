@@ -31,7 +31,7 @@ from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_co
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
 from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
-from fastppo.rewards.loading import URL, make_terms, match_function
+from fastppo.rewards.loading import URL, load_callable, make_terms, match_function
 from fastppo.rewards.model import check_reward_model
 from fastppo.rewards.reward import Reward, RewardTerm, check_signature, try_reward
 
@@ -131,6 +131,8 @@ def preflight(
     rows = {source: rows for source, rows in sources.items() if rows is not None}
     policy_context, context = read_contexts(config, given)
     check_packages(config)
+    if config.optimizer != "adamw":
+        load_callable(config.optimizer, "optimizer")
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     check_vocabularies(config, tokenizer)
     room = prompt_room(context, config.max_new_tokens)

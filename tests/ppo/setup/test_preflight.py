@@ -112,6 +112,7 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
         ({"rewards": ["code.py:needs_more"]}, "needs the column 'price'; the columns of prompts"),
         ({"environment": "code.py:Game"}, r"reset takes \(self, prompt, price\): missing a requi"),
         ({"environment": "code.py:right"}, r"right takes \(prompts, completions, wanted\): missi"),
+        ({"optimizer": "torch.optim:Adamw"}, "optimizer torch.optim:Adamw: no function 'Adamw'"),
         ({"max_turns": 4}, "max_turns has an effect only with environment"),
         (
             {"ptx_data": "prompts.jsonl", "ptx_coef": 1, "ptx_block_size": 65},
