@@ -6,8 +6,8 @@ import gc
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,9 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from torch.profiler import ProfilerActivity, profile
 
 from fastppo.data.world import join
 from fastppo.models import sharding
@@ -31,8 +27,6 @@ from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rollout import Sampling
-from fastppo.rollout.decoder import DecoderEngine
 from fastppo.run.log import read_jsonl
 from fastppo.stages.reward_model import load_classifier
 from runs import first_experience, make_trainer
@@ -55,30 +49,6 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
     return found
 
 
-@contextmanager
-def wide() -> Iterator[None]:
-    """Compute in fp64 what transformers computes in fp32 even for fp64 models.
-
-    This is the softmax of eager attention, used by Gemma 2 for its soft-cap, and the norms of
-    Gemma 2. In fp32 their sums depend on the split of a batch.
-    """
-    softmax = nn.functional.softmax
-    norm = Gemma2RMSNorm.forward
-
-    def wide_softmax(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
-        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
-
-    def wide_norm(self: Any, x: Tensor) -> Tensor:
-        if x.dtype != torch.float64:
-            return norm(self, x)
-        return self._norm(x) * (1.0 + self.weight)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "softmax", wide_softmax)
-        patch.setattr(Gemma2RMSNorm, "forward", wide_norm)
-        yield
-
-
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     """Run training and return the final weights and metrics."""
     import fastppo.ppo.trainer as module
@@ -87,9 +57,8 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(variant)
     if "ptx_coef" in options:
         options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
-    with wide():
-        trainer = _trainer(Path(folder), options)
-        trainer.train()
+    trainer = _trainer(Path(folder), options)
+    trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}
 
 
@@ -153,37 +122,20 @@ def train_with_a_late_rank(folder: str) -> None:
     train(folder, {"rewards": [is_late], "timeout": 4.0})
 
 
-def collectives(folder: str) -> dict[int, dict[str, int]]:
-    """Count all-gathers (forward, backward) and gradient reductions of one optimizer step.
+def collectives(folder: str) -> dict[int, Counter[str]]:
+    """Count the operations of one optimizer step by name.
 
     Keys are the number of microbatches per rank.
     """
     counts_by_microbatches = {}
-    all_gather = _collectives.foreach_all_gather
-    reduce = _collectives.foreach_reduce
     for microbatches in (1, 2):
         options = {"minibatches": 1, "ppo_epochs": 1, "microbatch_size": 8 // microbatches}
         trainer = make_trainer(Path(folder), **options)
         experience = first_experience(trainer)
-        counts = {"forward": 0, "backward": 0, "reduced": 0}
-
-        def counted_gather(*args: Any, _counts: Any = counts, **options: Any) -> Any:
-            is_backward = torch._C._current_graph_task_id() != -1
-            _counts["backward" if is_backward else "forward"] += 1
-            return all_gather(*args, **options)
-
-        def counted_reduce(*args: Any, _counts: Any = counts, **options: Any) -> Any:
-            _counts["reduced"] += 1
-            return reduce(*args, **options)
-
-        _fsdp_param_group.foreach_all_gather = counted_gather
-        _fsdp_param_group.foreach_reduce = counted_reduce
-        try:
-            trainer.engine.release()
+        trainer.engine.release()
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             trainer.update(experience, trainer.config)
-        finally:
-            _fsdp_param_group.foreach_all_gather = all_gather
-            _fsdp_param_group.foreach_reduce = reduce
+        counts = Counter(event.name for event in profiled.events())
         counts_by_microbatches[microbatches] = counts
     return counts_by_microbatches
 
@@ -238,34 +190,6 @@ class OddError(Exception):
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one)
-
-
-class StopsOnTheSecond(TrainerCallback):
-    """Stop after the first iteration, on the second rank only; each rank logs its events."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def _note(self, event: str, state: Any) -> None:
-        with (self.folder / f"heard-{distributed.get_rank()}.txt").open("a") as file:
-            file.write(f"{event} {state.global_step} {state.is_world_process_zero}\n")
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("begin", state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("end", state)
-        control.should_training_stop = distributed.get_rank() == 1
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("over", state)
-
-
-def train_until_told(folder: str) -> int:
-    """Return the number of completed iterations, of five."""
-    trainer = make_trainer(Path(folder), iterations=5, callbacks=[StopsOnTheSecond(Path(folder))])
-    trainer.train()
-    return trainer.state.iteration
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -359,17 +283,6 @@ def rollouts(folder: str) -> dict[str, Any]:
     same = all(known == known_by_rank[0] for known in known_by_rank)
     name = type(trainer.engine).__name__
     return {"rollouts": drawn, "next": after, "engine": name, "same": same}
-
-
-def decode_and_train_sharded_layers() -> list[str]:
-    """Return the weights with a gradient after a rollout, for a model sharded by the user."""
-    join(torch.device("cpu"))
-    policy = LanguageModel(tiny.model())
-    for layer in policy.causal_lm.base_model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    DecoderEngine(policy).generate([[4, 5, 6]], Sampling(max_new_tokens=4))
-    policy.causal_lm(input_ids=torch.tensor([[4, 5, 6]])).logits.sum().backward()
-    return [name for name, p in policy.causal_lm.named_parameters() if p.grad is not None]
 
 
 def difference(

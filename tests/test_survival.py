@@ -11,7 +11,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import command_line
@@ -22,7 +21,6 @@ import torch
 from command_line import Folder
 
 from fastppo import cli
-from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 
@@ -135,20 +133,16 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     hollow = folder.path / "hollow"
     shutil.copytree(folder.model, hollow)
     (hollow / "model.safetensors").write_bytes(b"")
-    for options in ({}, {"resume": True}):
-        # Weights that do not load would be complained of, were they read.
-        code, said = run(iterations=1, model=hollow, **options)
-        assert code == 2
-        assert f"another run is using {folder.run}: process {first.pid} on " in said
+    # Weights that do not load would be complained of, were they read.
+    code, said = run(iterations=1, model=hollow, resume=True)
+    assert code == 2
+    assert f"another run is using {folder.run}: process {first.pid} on " in said
     go_on.touch()
     assert command_line.finish(first) == 0, log.read_text()
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
 
 
 # ------------------------------------------------------------------------------------------ signals
-
-
-SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
 def test_a_signal_ends_the_current_phase_with_a_checkpoint(folder: Folder, run) -> None:
@@ -159,7 +153,7 @@ def test_a_signal_ends_the_current_phase_with_a_checkpoint(folder: Folder, run) 
     shutil.rmtree(folder.run)
     folder.write_reward("calls == 2 and os.kill(os.getpid(), signal.SIGTERM)")
     code, said = run(**options)
-    assert code == SIGNALS[signal.SIGTERM]
+    assert code == 143
     where = folder.run / "checkpoint-000001"
     expected = "fastppo: stopped by SIGTERM after 1 of 3 iterations; `--resume true` continues from"
     assert f"{expected} {where}\n" in said
@@ -177,26 +171,16 @@ ENDS = {
     "kl = ": ({"stop_if": "kl > -1000"}, "", 1),
     "every prompt is solved (solved_reward)": ({"solved_reward": -1}, "", 0),
     "reward 'count' raised ZeroDivisionError": ({}, "1 / 0", 1),
-    "out of memory in score: the process has no more": ({}, "", 1),
 }
 """By the reason: options, statement of the reward in the second iteration, exit code."""
 
 
 @pytest.mark.parametrize("reason", ENDS)
-def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run, monkeypatch) -> None:
+def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> None:
     """On the console, in the records and the report, and when it is resumed."""
     options, act, expected = ENDS[reason]
     if act:
         folder.write_reward(f"calls == 2 and {act}")
-    if "memory" in reason:
-        score = PPOTrainer.score
-
-        def score_once(trainer: PPOTrainer, *args: Any) -> Any:
-            if trainer.state.iteration == 1:
-                raise MemoryError
-            return score(trainer, *args)
-
-        monkeypatch.setattr(PPOTrainer, "score", score_once)
     folder.prompts.write_text('{"prompt": "w1"}\n')
     code, said = run(iterations=3, **options)
     assert code == expected
@@ -242,17 +226,7 @@ def test_sigusr1_writes_a_checkpoint_without_stopping(folder: Folder, run) -> No
 # ------------------------------------------------------------------------------ broken consoles
 
 
-@pytest.mark.parametrize(
-    ("console", "signals"),
-    [
-        pytest.param(kills.pipe, [signal.SIGINT], id="Ctrl-C under tee"),
-        # From the shell and from the kernel.
-        pytest.param(kills.terminal, [signal.SIGHUP] * 2, id="closed", marks=pytest.mark.slow),
-    ],
-)
-def test_a_console_that_ends_with_a_signal_loses_no_iteration(
-    console: Callable[[Path], tuple[Path, int]], signals: list[signal.Signals], folder: Folder
-) -> None:
+def test_ctrl_c_under_tee_loses_no_iteration(folder: Folder) -> None:
     # The second call waits for the signal, after the first iteration.
     called = folder.path / "called"
     folder.write_reward(
@@ -262,14 +236,12 @@ def test_a_console_that_ends_with_a_signal_loses_no_iteration(
         "        time.sleep(0.01)\n"
         "    calls == 2 and time.sleep(0.5)"
     )
-    place, reader = console(folder.path / "console")
+    place, reader = kills.pipe(folder.path / "console")
     process = command_line.start(folder.flags(iterations=4, checkpoint_interval=0), place)
     assert command_line.wait_for(called.exists, process)
     os.close(reader)
-    for signum in signals:
-        os.kill(process.pid, signum)
-        process.join(0.2)
-    assert command_line.finish(process) == SIGNALS[signals[0]]
+    os.kill(process.pid, signal.SIGINT)
+    assert command_line.finish(process) == 130
     assert folder.checkpoints() == ["checkpoint-000001"]
 
 
@@ -310,56 +282,28 @@ def test_a_full_disk_keeps_the_older_checkpoint(folder: Folder, run, small_files
 # ----------------------------------------------------------------------------------- another config
 
 
-def _other_model(folder: Folder) -> object:
-    tiny.model("llama", seed=5).save_pretrained(folder.path / "other")
-    tiny.tokenizer().save_pretrained(folder.path / "other")
-    return folder.path / "other"
-
-
-def _other_prompts(folder: Folder) -> object:
-    lines = folder.prompts.read_text().splitlines(keepends=True)
-    other = folder.path / "other.jsonl"
-    other.write_text("".join(lines[:-1]) + lines[-1].replace("w3", "w2"))
-    return other
-
-
-def _other_reward(folder: Folder) -> object:
-    other = folder.path / "other.py"
-    other.write_text(folder.reward.read_text().replace("w7", "w8"))
-    return f"{other}:count"
-
-
-OTHERS: list[tuple[str, object, str]] = [
-    ("model", _other_model, "the content of model was '"),
-    ("prompts", _other_prompts, "the content of prompts was '"),
-    ("rewards", _other_reward, "the content of rewards/count was '"),
-    ("seed", 1, "seed was 0 and is 1"),
-]
-
-
-def test_another_run_is_not_resumed(folder: Folder, run) -> None:
+def test_another_run_is_resumed_only_if_allowed(folder: Folder, run) -> None:
+    """Its differences are printed in both cases."""
     assert run(iterations=1)[0] == 0
-    config = (folder.run / "config.yaml").read_bytes()
-    for option, value, says in OTHERS:
-        value = value(folder) if callable(value) else value
-        options = {"iterations": 2, option: value}
-        code, said = run(resume=True, **options)
-        assert code == 2, option
-        assert f"{folder.run / 'checkpoint-000001'} belongs to another run: " in said, option
-        assert says in said, option
-        assert "`--allow_config_change true` resumes it anyway" in said
-        assert (folder.run / "config.yaml").read_bytes() == config, option
-        assert folder.checkpoints() == ["checkpoint-000001"], option
-
-
-def test_an_allowed_change_is_printed(folder: Folder, run) -> None:
-    assert run(iterations=1)[0] == 0
-    options = {"iterations": 2, "resume": True, "seed": 3, "learning_rate": 1e-5}
+    config = folder.run / "config.yaml"
+    written = config.read_bytes()
+    other = folder.path / "other"
+    tiny.model("llama", seed=5).save_pretrained(other)
+    tiny.tokenizer().save_pretrained(other)
+    folder.prompts.write_text(folder.prompts.read_text().replace("w3", "w2"))
+    options = {"iterations": 2, "resume": True, "model": other, "seed": 3, "learning_rate": 1e-5}
+    code, said = run(**options)
+    assert code == 2
+    assert f"{folder.run / 'checkpoint-000001'} belongs to another run: " in said
+    for difference in ("content of model was '", "content of prompts was '", "seed was 0 and is 3"):
+        assert difference in said
+    assert "`--allow_config_change true` resumes it anyway" in said
+    assert config.read_bytes() == written
     code, said = run(**options, allow_config_change=True)
     assert code == 0
     assert "since checkpoint-000001: seed was 0 and is 3" in said
     assert "since checkpoint-000001: learning_rate was 0.001 and is 1e-05" in said
-    assert "seed: 3" in (folder.run / "config.yaml").read_text()
+    assert "seed: 3" in config.read_text()
 
 
 # ----------------------------------------------------------------------------- the best checkpoint
@@ -379,45 +323,16 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(folder: Folder, run) -> 
     assert "checkpoint_best=min:rewards: absent from all iterations since the last" in said
 
 
-# ------------------------------------------------------------------------------------------ rewards
-
-
-def test_a_reward_that_changes_its_arguments_changes_nothing_else(folder: Folder, run) -> None:
-    """The second of two rewards would see the changes."""
-    rows = [{"prompt": [{"role": "user", "content": f"w{i}"}], "n": [i]} for i in range(24)]
-    folder.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tiny.tokenizer(chat=True).save_pretrained(folder.model)
-    score = "[text.split().count('w7') / 8 + n[0] / 99 for text, n in zip(completions, n)]"
-    signature = "prompts, completions, completion_ids, n, **columns"
-    bodies = {
-        "honest.py": "pass",
-        "rude.py": "for given in (prompts, completions, completion_ids, n): given.sort(key=str)\n"
-        "    for ids in completion_ids: ids.clear()\n"
-        "    for messages in prompts: messages[0]['content'] = 'x'\n"
-        "    for each in n: each.append(7)\n"
-        "    for given in (prompts, completions, completion_ids, n): given.clear()",
-    }
-    bits = []
-    for file, body in bodies.items():
-        text = f"def count({signature}):\n    found = {score}\n    {body}\n    return found\n"
-        (folder.path / file).write_text(text)
-        rewards = [f"{folder.path / file}:count"] * 2
-        assert run(iterations=2, rewards=rewards)[0] == 0
-        bits.append(folder.bits())
-        shutil.rmtree(folder.run)
-    assert bits[0] == bits[1]
-
-
 # ---------------------------------------------------------------------------- SFT and reward model
 
 
-@pytest.fixture(params=["sft", pytest.param("reward", marks=pytest.mark.slow)])
-def stage(request: pytest.FixtureRequest, folder: Folder) -> Callable[..., list[str]]:
-    """The flags of a short run of a stage: 24 rows, 8 steps per epoch."""
+@pytest.fixture
+def stage(folder: Folder) -> Callable[..., int]:
+    """A function that runs `fastppo sft` on 24 rows, 8 steps per epoch."""
     rows = folder.path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in kills.ROWS))
 
-    def flags(**options: object) -> list[str]:
+    def run(**options: object) -> int:
         chosen: dict[str, object] = {
             "model": folder.model,
             "data": rows,
@@ -433,9 +348,9 @@ def stage(request: pytest.FixtureRequest, folder: Folder) -> Callable[..., list[
             name: str(value).lower() if isinstance(value, bool) else value
             for name, value in (chosen | options).items()
         }
-        return [request.param, *(f"--{name}={text}" for name, text in texts.items())]
+        return cli.main(["sft", *(f"--{name}={text}" for name, text in texts.items())])
 
-    return flags
+    return run
 
 
 def _records(folder: Folder) -> list[dict]:
@@ -443,86 +358,69 @@ def _records(folder: Folder) -> list[dict]:
     return [{k: v for k, v in record.items() if "runtime" not in k} for record in records]
 
 
-STAGE_STOPS = [
-    (signal.SIGTERM, 5),
-    pytest.param(signal.SIGUSR1, 5, marks=pytest.mark.slow),
-    pytest.param(signal.SIGTERM, 8, marks=pytest.mark.slow, id="SIGTERM at the end of an epoch"),
-]
-
-
-@pytest.mark.parametrize(("signum", "step"), STAGE_STOPS)
 def test_a_stopped_stage_resumes_to_the_same_bits(
-    signum: signal.Signals, step: int, stage, folder: Folder, capsys, monkeypatch
+    stage, folder: Folder, capsys, monkeypatch
 ) -> None:
+    """SIGUSR1 asks for a checkpoint, and SIGTERM ends the run with one."""
     from fastppo.stages.callbacks import Interruptions
 
-    assert cli.main(stage(epochs=2)) == 0
+    options = {"epochs": 2, "checkpoint_interval": 0}
+    assert stage(**options) == 0
     weights = (folder.run / "model.safetensors").read_bytes()
     records = _records(folder)
     shutil.rmtree(folder.run)
     original = Interruptions.on_step_end
+    signals = {3: signal.SIGUSR1, 5: signal.SIGTERM}
 
     def send(self, args, state, control, **more):
-        if state.global_step == step:
-            os.kill(os.getpid(), signum)
+        if state.global_step in signals:
+            os.kill(os.getpid(), signals[state.global_step])
         original(self, args, state, control, **more)
 
-    monkeypatch.setattr(Interruptions, "on_step_end", send)
-    capsys.readouterr()
-    code = cli.main(stage(epochs=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Interruptions, "on_step_end", send)
+        capsys.readouterr()
+        assert stage(**options) == 143
     said = capsys.readouterr().err
-    monkeypatch.undo()
-    if signum == signal.SIGUSR1:
-        assert code == 0
-    else:
-        assert code == 143
-        where = f"`--resume true` continues from {folder.run / f'checkpoint-{step}'}\n"
-        assert f"stopped by SIGTERM after {step} of 16 steps; {where}" in said
-    if signum != signal.SIGUSR1:
-        assert cli.main(stage(epochs=2, resume=True)) == 0
-    assert (folder.run / "model.safetensors").read_bytes() == weights
-    assert _records(folder) == records
-    assert cli.main(stage(epochs=2, resume=True)) == 0  # nothing left to do
-    assert _records(folder) == records
+    where = f"`--resume true` continues from {folder.run / 'checkpoint-5'}\n"
+    assert f"stopped by SIGTERM after 5 of 16 steps; {where}" in said
+    assert folder.checkpoints() == ["checkpoint-3", "checkpoint-5"]
+    for _ in range(2):  # the second time, nothing is left to do
+        assert stage(**options, resume=True) == 0
+        assert (folder.run / "model.safetensors").read_bytes() == weights
+        assert _records(folder) == records
 
 
 def test_a_stage_resumes_from_the_newest_intact_checkpoint(stage, folder: Folder, capsys) -> None:
-    assert cli.main(stage()) == 0
+    assert stage() == 0
     assert folder.checkpoints() == ["checkpoint-6", "checkpoint-8"]
     weights = (folder.run / "model.safetensors").read_bytes()
     records = _records(folder)
     newest = folder.run / "checkpoint-8"
     _flip_a_bit(newest / "optimizer.pt")
     capsys.readouterr()
-    assert cli.main(stage(resume=True)) == 0
+    assert stage(resume=True) == 0
     said = capsys.readouterr().err
     assert f"passed over {newest}: optimizer.pt has changed since it was written" in said
     assert f"resuming from {folder.run / 'checkpoint-6'}" in said
     assert (folder.run / "model.safetensors").read_bytes() == weights
     assert _records(folder) == records
-    code = cli.main(stage(resume=True, seed=5))
-    assert code == 2
-    assert "belongs to another run: seed was 0 and is 5" in capsys.readouterr().err
 
 
-def test_a_pickle_in_a_checkpoint_of_a_stage_is_not_executed(stage, folder: Folder) -> None:
-    assert cli.main(stage()) == 0
-    shutil.rmtree(folder.run / "checkpoint-8")
-    _put_a_pickle_that_calls(folder.run / "checkpoint-6" / "optimizer.pt")
-    with pytest.raises(UnpicklingError, match="Weights only load failed"):
-        cli.main(stage(resume=True))
-    assert not (folder.run / "called").exists()
-
-
-def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, capsys) -> None:
-    assert cli.main(stage()) == 0
+def test_a_stage_with_another_seed_or_tokenizer_is_another_run(
+    stage, folder: Folder, capsys
+) -> None:
+    assert stage() == 0
     tokenizer = Path(folder.model, "tokenizer.json")
     written = json.loads(tokenizer.read_text())
     vocabulary = written["model"]["vocab"]
     vocabulary["w7"], vocabulary["w8"] = vocabulary["w8"], vocabulary["w7"]
     tokenizer.write_text(json.dumps(written))
-    assert cli.main(stage(resume=True)) == 2
-    assert "another run: the content of tokens was" in capsys.readouterr().err
+    assert stage(resume=True, seed=5) == 2
+    said = capsys.readouterr().err
+    assert "belongs to another run: " in said
+    assert "seed was 0 and is 5" in said
+    assert "the content of tokens was" in said
 
 
 @pytest.mark.parametrize("checkpoint_interval", [0, 2])
@@ -530,7 +428,7 @@ def test_a_stage_on_a_full_disk_names_what_was_not_written(
     checkpoint_interval: int, stage, folder: Folder, capsys, small_files
 ) -> None:
     small_files(60_000)
-    assert cli.main(stage(checkpoint_interval=checkpoint_interval)) == 1
+    assert stage(checkpoint_interval=checkpoint_interval) == 1
     said = capsys.readouterr().err
     what = f"checkpoint {folder.run / 'checkpoint-2'}" if checkpoint_interval else folder.run
     assert f"fastppo: {what} could not be written: " in said

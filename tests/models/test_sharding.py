@@ -7,7 +7,6 @@ from pathlib import Path
 import many_ranks
 import pytest
 import ranks
-import tiny
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -16,11 +15,10 @@ def test_collectives_of_an_optimiser_step(tmp_path: Path) -> None:
     all but the root, and reduces all but the value head, which has no gradient.
     """
     counts_by_microbatches = ranks.run(2, many_ranks.collectives, tmp_path, str(tmp_path))
+    extra = not hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 gathers once too often
     for microbatches, counts in counts_by_microbatches.items():
-        assert counts["forward"] == 5 * microbatches
-        extra = not hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 gathers once too often
-        assert counts["backward"] == 4 * microbatches + extra
-        assert counts["reduced"] == 4 * microbatches
+        assert counts["c10d::_allgather_base_"] == 9 * microbatches + extra
+        assert counts["c10d::_reduce_scatter_base_"] == 4 * microbatches
 
 
 def test_two_processes_halve_the_memory(tmp_path: Path) -> None:
@@ -46,9 +44,3 @@ def test_hsdp_gives_the_same_gradient(tmp_path: Path) -> None:
     four = ranks.run(4, many_ranks.train, tmp_path / "4", str(tmp_path / "4"), copies)
     off = many_ranks.difference(one, four)
     assert max(off.values()) <= 1e-12, off
-
-
-def test_layers_sharded_by_a_user_train_after_a_rollout(tmp_path: Path) -> None:
-    """FSDP keeps its first gathered tensors, which must not be inference tensors."""
-    trained = ranks.run(1, many_ranks.decode_and_train_sharded_layers, tmp_path)
-    assert trained == [name for name, _ in tiny.model().named_parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -47,6 +48,22 @@ def test_common_signatures_get_the_right_arguments(source: str) -> None:
     exec(source, names)
     samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]})
     assert score(RewardTerm("f", names["f"]), samples) == [5.0, 2.0]
+
+
+def test_a_reward_gets_copies_of_its_arguments() -> None:
+    chat = [{"role": "user", "content": "w1"}]
+    samples = Samples([chat, chat], list(COMPLETIONS), {"n": [[1], [2]]}, IDS)
+    before = copy.deepcopy(samples)
+
+    def changes(prompts, completions, completion_ids, n):
+        prompts[0][0]["content"] = "x"
+        completions.clear()
+        completion_ids[0].clear()
+        n[0].append(7)
+        return [0.0, 1.0]
+
+    assert score(RewardTerm("changes", changes), samples) == [0.0, 1.0]
+    assert samples == before
 
 
 @pytest.mark.parametrize(

@@ -110,16 +110,9 @@ def test_vllms_outputs_become_a_rollout(listener: Listener) -> None:
     assert rollout.finish_reasons == [FINISHED] * 4
     assert torch.stack(rollout.sampler_logprobs).tolist() == [[-0.5, -1.5]] * 4
     assert rollout.logprobs is rollout.sampler_logprobs
+    restricted = listening_engine().generate(PROMPTS, Sampling(4, top_p=0.9))
+    assert restricted.logprobs is None, "these are not of the whole vocabulary"
     assert (rollout.values, rollout.final_values) == (None, None)
-
-
-@pytest.mark.parametrize(
-    "options", [{"top_k": 3}, {"top_p": 0.9}, {"greedy": True, "temperature": 2}]
-)
-def test_restricted_sampling_has_no_logprobs_of_the_whole_vocabulary(
-    listener: Listener, options: dict[str, Any]
-) -> None:
-    assert listening_engine().generate(PROMPTS, Sampling(4, **options)).logprobs is None
 
 
 def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> None:
@@ -130,13 +123,6 @@ def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> N
         seeds.append([params["seed"] for params in listener.sampling_params])
     assert seeds[0] == seeds[1] != seeds[2]
     assert len(set(seeds[0])) == len(PROMPTS)
-
-
-def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses(listener: Listener) -> None:
-    engine = listening_engine()
-    with pytest.raises(ValueError, match="empty"):
-        engine.generate([[4], []], Sampling(4))
-    assert engine.generate([], Sampling(4)).tokens == []
 
 
 def test_a_handover_has_the_weights_of_the_saved_policy(listener: Listener, tmp_path: Path) -> None:
@@ -318,8 +304,8 @@ def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPat
 
 
 @with_vllm
-@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
-def test_restricted_logprobs_are_those_of_the_kept_tokens(llama: Both, options) -> None:
+def test_restricted_logprobs_are_those_of_the_kept_tokens(llama: Both) -> None:
+    options = {"top_k": 6, "top_p": 0.7}
     rollout = llama.sample(temperature=0.8, **options)
     assert rollout.logprobs is None
     for tokens, logprobs in zip(rollout.tokens, rollout.sampler_logprobs, strict=True):

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import many_ranks
 import pytest
-import ranks
 import tiny
 from transformers import (
     PreTrainedModel,
@@ -147,17 +145,12 @@ def test_other_objects_are_refused(tmp_path: Path) -> None:
 def test_arguments_are_the_options_and_the_defaults_of_transformers() -> None:
     arguments = Arguments(PPOConfig(learning_rate=3e-6), run_name="mine")
     assert arguments.learning_rate == 3e-6
-    assert arguments.kl_coef == PPOConfig().kl_coef
     assert arguments.run_name == "mine"
     assert arguments.hub_token is None  # only in TrainingArguments
     assert arguments.logging_first_step == TrainingArguments.logging_first_step
     assert arguments.to_dict() == PPOConfig(learning_rate=3e-6).to_dict()
     assert json.loads(arguments.to_json_string()) == arguments.to_dict()
-    assert arguments.to_sanitized_dict() == {
-        name: value if type(value) in (bool, int, float, str) else str(value)
-        for name, value in arguments.to_dict().items()
-    }
-    assert (arguments.world_size, arguments.process_index) == (1, 0)
+    assert arguments.to_sanitized_dict()["warn_if"] == str(arguments.to_dict()["warn_if"])
     assert arguments.should_log
     second = Arguments(PPOConfig(), World(rank=1, size=2))
     assert (second.world_size, second.process_index) == (2, 1)
@@ -179,12 +172,3 @@ def test_a_request_of_one_rank_holds_for_all() -> None:
     assert callbacks.stop
     assert not callbacks.take("should_save")
     assert not callbacks.state.is_world_process_zero
-
-
-@pytest.mark.slow
-def test_two_processes_end_together_at_the_request_of_one(tmp_path: Path) -> None:
-    assert ranks.run(2, many_ranks.train_until_told, tmp_path, str(tmp_path)) == 1
-    for rank in (0, 1):
-        heard = (tmp_path / f"heard-{rank}.txt").read_text().splitlines()
-        assert heard == [f"{event} {rank == 0}" for event in ("begin 0", "end 1", "over 1")]
-    assert (tmp_path / "run" / "policy" / "config.json").exists()

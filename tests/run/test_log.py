@@ -47,9 +47,8 @@ def test_records_have_the_number_of_the_iteration_or_step(index: str, tmp_path: 
     assert _scalars(tmp_path, "loss") == [(0, 1.0), (5, 2.0)]
 
 
-@pytest.mark.parametrize("index", ["iteration", "step"])
-def test_a_resume_deletes_the_lines_past_the_checkpoint(index: str, tmp_path: Path) -> None:
-    log = RunLog(tmp_path, Config(), index=index)
+def test_a_resume_deletes_the_lines_past_the_checkpoint(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, Config(), index="step")
     for number in range(5):
         log.metrics(number, {"loss": float(number)})
         log.samples(number, [{"text": "old \u2028\x85 é"}] * 2)  # line ends for Python
@@ -61,16 +60,16 @@ def test_a_resume_deletes_the_lines_past_the_checkpoint(index: str, tmp_path: Pa
     log.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     events.rename(events.with_name("events.out.tfevents.1.a"))  # names have only whole seconds
-    resumed = RunLog(tmp_path, Config(), index=index, first=3)
+    resumed = RunLog(tmp_path, Config(), index="step", first=3)
     assert [note.split(": ")[0] for note in resumed.notes] == [
         str(tmp_path / name) for name in ("metrics.jsonl", "samples.jsonl")
     ]
-    assert [record[index] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     resumed.metrics(3, {"loss": 30.0})
     resumed.samples(3, [{"text": "new"}])
-    losses = [(r[index], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    losses = [(r["step"], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert losses == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
-    samples = [(r[index], r["text"]) for r in read_jsonl(tmp_path / "samples.jsonl")]
+    samples = [(r["step"], r["text"]) for r in read_jsonl(tmp_path / "samples.jsonl")]
     assert samples == [(i, "old \u2028\x85 é") for i in range(3) for _ in range(2)] + [(3, "new")]
     assert _scalars(tmp_path, "loss") == losses
     assert not list(tmp_path.glob("*.tmp"))

@@ -65,12 +65,10 @@ def test_options_and_their_lists_are_frozen() -> None:
         ("epochs", 2.0, 2),
         ("rate", "1e-5", 1e-5),
         ("chance", None, None),
-        ("chance", 1, 1.0),
         ("quiet", "True", True),
         ("quiet", "false", False),
         ("names", ["a", "b"], ("a", "b")),
         ("weights", ["1", 2], (1.0, 2.0)),
-        ("kind", "fast", "fast"),
     ],
 )
 def test_values_of_yaml_and_flags_are_converted(name: str, value: Any, expected: Any) -> None:
@@ -88,7 +86,6 @@ def test_values_of_yaml_and_flags_are_converted(name: str, value: Any, expected:
         ({"rate": 0}, "rate must be > 0, got 0.0"),
         ({"rate": "fast"}, "rate must be a finite number, got 'fast'"),
         ({"rate": float("inf")}, "rate must be a finite number, got inf"),
-        ({"share": 1.5}, r"share must be in \[0, 1\], got 1.5"),
         ({"chance": 0}, r"chance must be in \(0, 1\], got 0.0"),
         ({"quiet": "perhaps"}, "quiet must be true or false, got 'perhaps'"),
         ({"names": "a"}, r"names must be a list, \[a, b\], got 'a'"),
@@ -109,7 +106,6 @@ def test_sections_are_the_base_classes_in_order() -> None:
         "Step": ["rate", "chance", "quiet", "names", "weights"],
         "Both sections, and an option of its own": ["seed"],
     }
-    assert next(iter(names)).startswith("Loop")
     (epochs, *_) = next(iter(Both.sections().values()))
     assert (epochs.default, epochs.metadata["bounds"][0]) == (3, 2), (
         "the subclass overrides the field"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,11 @@ from runs import make_trainer, records
 
 Heard = list[tuple[str, Any]]
 
-COMMON = """
-heard = []
-def note(name):
-    return lambda *values, **options: heard.append((name, values[0] if values else options))
-class Config(dict):
-    def update(self, values, allow_val_change=False):
-        super().update(values)
-"""
-
-STAND_INS = {
-    "wandb": {
-        "__init__.py": COMMON
-        + """
+FAKE = {
+    "__init__.py": """
 from types import SimpleNamespace
-run, config = None, Config()
+heard = []
+run = None
 def init(**options):
     global run
     heard.append(("init", options))
@@ -44,38 +34,40 @@ def finish():
     global run
     run = None
     heard.append(("finish", None))
-log, define_metric = note("log"), lambda *_, **__: None
+def log(values, **_):
+    heard.append(("log", values))
+def define_metric(*_, **__):
+    pass
+class Config(dict):
+    def update(self, values, allow_val_change=False):
+        super().update(values)
+config = Config()
 class Table:
     def __init__(self, columns, data):
         self.columns, self.data = columns, data
 """,
-        "sdk/__init__.py": "",
-        "sdk/lib/__init__.py": "",
-        "sdk/lib/config_util.py": "class ConfigError(Exception): ...\n",
-    },
+    "sdk/__init__.py": "",
+    "sdk/lib/__init__.py": "",
+    "sdk/lib/config_util.py": "class ConfigError(Exception): ...\n",
 }
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Heard]]:
-    """Replace a tracker by a fake, and return the list of its calls."""
+def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+    """Replace wandb by a fake, and return the list of its calls."""
     folder = tmp_path / "packages"
     monkeypatch.syspath_prepend(str(folder))
 
     def forget() -> dict[str, Any]:
-        modules = [name for name in sys.modules if name.split(".")[0] in STAND_INS]
+        modules = [name for name in sys.modules if name.split(".")[0] == "wandb"]
         return {name: sys.modules.pop(name) for name in modules}
 
     theirs = forget()
-
-    def make(name: str) -> Heard:
-        for file, source in STAND_INS[name].items():
-            (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name / file).write_text(source)
-        importlib.invalidate_caches()
-        return importlib.import_module(name).heard
-
-    yield make
+    for file, source in FAKE.items():
+        (folder / "wandb" / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "wandb" / file).write_text(source)
+    importlib.invalidate_caches()
+    yield importlib.import_module("wandb").heard
     forget()
     sys.modules.update(theirs)
 
@@ -84,8 +76,7 @@ def _of(heard: Heard, name: str) -> list[Any]:
     return [value for each, value in heard if each == name]
 
 
-def test_a_resumed_run_continues_the_same_wandb_run(stand_in, tmp_path) -> None:
-    heard = stand_in("wandb")
+def test_a_resumed_run_continues_the_same_wandb_run(heard: Heard, tmp_path: Path) -> None:
     options = {"report_to": ["wandb"]}
     trainer = make_trainer(tmp_path, **options)
     trainer.train()
@@ -111,9 +102,7 @@ def test_a_resumed_run_continues_the_same_wandb_run(stand_in, tmp_path) -> None:
     assert _of(heard, "log")[0]["train/global_step"] == 3
 
 
-def test_a_failed_run_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
-    heard = stand_in("wandb")
-
+def test_a_failed_run_is_closed_in_the_tracker(heard: Heard, tmp_path: Path) -> None:
     def fails(prompts, completions):
         raise ValueError("no")
 

@@ -67,8 +67,7 @@ def test_distinct_ngrams_are_a_mean_over_responses_with_ngrams() -> None:
     ("text", "expected"),
     [
         ("kl > 20", Threshold("kl", ">", 20.0)),
-        ("kl>=1e-2", Threshold("kl", ">=", 0.01)),
-        ("  entropy<0.5 ", Threshold("entropy", "<", 0.5)),
+        ("  entropy<5e-1 ", Threshold("entropy", "<", 0.5)),
         ("correlation/my-gold-1.5b <= -0.1", Threshold("correlation/my-gold-1.5b", "<=", -0.1)),
     ],
 )
@@ -77,17 +76,7 @@ def test_a_threshold_is_parsed_and_printed(text: str, expected: Threshold) -> No
     assert parse_threshold(str(expected)) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "kl 20",
-        "kl => 20",
-        "> 20",
-        "kl > x",
-        "kl > nan",
-        20,
-    ],
-)
+@pytest.mark.parametrize("text", ["kl => 20", "kl > nan", 20])
 def test_other_texts_are_refused_with_the_name_of_the_option(text) -> None:
     with pytest.raises(ValueError, match=r"warn_if must be like `kl > 20`: .*; got") as caught:
         parse_threshold(text, "warn_if")

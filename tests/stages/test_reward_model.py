@@ -21,7 +21,6 @@ from transformers import (
 
 from fastppo.rewards.model import RewardModel, sequence_scores
 from fastppo.run.log import read_jsonl
-from fastppo.stages.preferences import collate, encode_comparisons
 from fastppo.stages.reward_model import (
     accuracy,
     bradley_terry_loss,
@@ -56,23 +55,6 @@ def test_the_loss_with_margin_and_centering_in_closed_form() -> None:
         sigma = 1 / (1 + math.exp(wrong))
         assert chosen.grad[i].item() == pytest.approx((-sigma + 0.2 * total) / 2, rel=1e-5)
         assert rejected.grad[i].item() == pytest.approx((sigma + 0.2 * total) / 2, rel=1e-5)
-
-
-def test_a_ranked_list_forms_all_pairs_with_one_pass_per_completion(tmp_path: Path) -> None:
-    model = classifier(tmp_path)
-    ranked = {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]}
-    pair = {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5}
-    encoded = encode_comparisons([ranked, pair], tiny.tokenizer()).examples
-    assert encoded[0].pairs == list(itertools.combinations(range(4), 2))
-    forwarded = []
-    model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: forwarded.append(kwargs["input_ids"].shape[0]),
-        with_kwargs=True,
-    )
-    batch = collate(encoded, 0)
-    scores = sequence_scores(model, batch["input_ids"], batch["attention_mask"])
-    assert forwarded == [4 + 2]
-    assert len(scores) == 6
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])

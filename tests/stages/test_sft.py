@@ -94,13 +94,6 @@ def test_a_run_writes_its_records(tmp_path: Path) -> None:
         sft(config)
 
 
-def test_a_busy_cpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastppo.stages.supervised.busy_cpu", lambda device: [f"busy {device}"])
-    printed = io.StringIO()
-    sft(sft_config(tmp_path), console=Console(file=printed, width=200))
-    assert "busy cpu" in printed.getvalue()
-
-
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """After an interruption one step past a checkpoint, that step is repeated."""
     options = {"epochs": 4, "checkpoint_interval": 3}

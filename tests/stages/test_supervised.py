@@ -18,9 +18,8 @@ from fastppo.data.rows import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records
-from fastppo.stages.data import StageData, row_limit, split_by_prompt
+from fastppo.stages.data import row_limit, split_by_prompt
 from fastppo.stages.sft import SFTConfig
-from fastppo.stages.supervised import SupervisedTrainer
 
 ON_CPU = SimpleNamespace(device=torch.device("cpu"))
 """The arguments of Trainer read by `Records`."""
@@ -52,59 +51,6 @@ def test_the_length_of_a_row_is_limited_by_the_context() -> None:
 
 
 # ------------------------------------------------------------------------------------- the training
-
-
-class _Mean(SupervisedTrainer):
-    """A minimal stage: the mean of the rows' numbers, times a weight."""
-
-    title = "mean"
-
-    def items(self, batch):
-        return float(len(batch["x"]))
-
-    def loss_sum(self, batch):
-        return (self.model.weight * batch["x"]).sum()
-
-    def without_items(self, batch):
-        return {"x": torch.zeros_like(batch["x"])}
-
-    def measure(self, rows):
-        return {"sum": sum(self.loss_sum(batch).item() for batch in self.batches(rows))}
-
-
-def _mean_trainer(tmp_path: Path, eval_rows: list[float], **options) -> _Mean:
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
-    return _Mean(
-        sft_config(tmp_path, warmup=0, **options),
-        model,
-        StageData([1.0, 2.0, 3.0, 4.0, 5.0], eval_rows, {}),
-        root=model,
-        trunk=model,
-        collate=lambda rows: {"x": torch.tensor(rows)},
-    )
-
-
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 3), (5, 1)])
-def test_the_loss_is_the_mean_over_the_items_of_a_whole_step(
-    batch_size: int, accumulation: int, tmp_path: Path
-) -> None:
-    """Also if the last batch of a step is smaller."""
-    trainer = _mean_trainer(tmp_path, [], batch_size=batch_size, gradient_accumulation=accumulation)
-    trainer.train()
-    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert record["loss"] == pytest.approx(3.0)
-    assert record["grad_norm"] == pytest.approx(3.0)
-
-
-def test_held_out_metrics_are_over_items(tmp_path: Path) -> None:
-    trainer = _mean_trainer(tmp_path, [10.0, 20.0, 30.0], batch_size=2)
-    trainer.train()
-    weight = trainer.model.weight.item()
-    assert weight != 1
-    assert trainer.evaluate() == {"eval_sum": pytest.approx(60 * weight)}
-    metrics = trainer.evaluate([1.0], metric_key_prefix="test")
-    assert metrics == {"test_sum": pytest.approx(weight)}
 
 
 # ---------------------------------------------------------------------------------- the checkpoints

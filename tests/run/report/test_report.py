@@ -73,10 +73,6 @@ def test_the_report_has_every_panel_and_loads_nothing(run: Path) -> None:
     for loads in ("<link", "src=", "@import", "url("):
         assert loads not in html
     assert html.count("<script") == 3  # numbers, uPlot, plots.js
-
-
-def test_the_text_of_samples_is_escaped(run: Path) -> None:
-    html = write_report(run).read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
 
 
@@ -109,11 +105,6 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
             id="held-out",
         ),
         pytest.param(
-            [BEFORE, {"eval/reward": -0.9, "eval/reward_error": 0.08, "eval/kl": 0.0}],
-            "Held-out reward +0.1 ± 0.1 (no change beyond noise), KL 0.0 nats",
-            id="held-out-noise",
-        ),
-        pytest.param(
             [
                 BEFORE | {"before/reward_error": math.nan},
                 {"eval/reward": 0.6, "eval/reward_error": math.nan, "kl": 3.0},
@@ -141,11 +132,6 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
             [{"reward": 0.5, "reward_std": 3e-8, "kl": 1.0}] * 3,
             "All responses got the same reward, 0.5 (see docs/troubleshooting.md, item 2)",
             id="equal",
-        ),
-        pytest.param(
-            [{"reward": float(i), "reward_std": 0.0} for i in range(9)],
-            "Fewer than 10 iterations: too few to tell a change from noise",
-            id="equal-within-each-iteration",
         ),
     ],
 )
