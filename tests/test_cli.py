@@ -55,16 +55,12 @@ def test_help_has_every_option_with_its_default(
         assert (field.metadata["help"] + shown).replace(" ", "") in text, field.name
 
 
-def test_the_top_level_help_lists_the_commands(capsys) -> None:
-    text = _help(capsys)
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0)])
+def test_without_a_command_the_help_lists_them(arguments: list[str], code: int, capsys) -> None:
+    assert cli.main(arguments) == code
+    text = capsys.readouterr().out
     for command in COMMANDS:
         assert f" {command} " in text
-
-
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0)])
-def test_without_a_command_the_help_is_printed(arguments: list[str], code: int, capsys) -> None:
-    assert cli.main(arguments) == code
-    assert "All three stages on a built-in task" in capsys.readouterr().out
 
 
 PROGRAM = """
@@ -111,12 +107,9 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     assert parse("train", ["--config", str(file)]) == from_file
 
 
-def test_an_environment_can_replace_rewards(capsys) -> None:
-    flags = ["--model", "m", "--prompts", "p.jsonl"]
-    assert parse("train", [*flags, "--environment", "e.py:Game"]).rewards == ()
-    with pytest.raises(SystemExit):
-        parse("train", flags)
-    assert "--rewards is missing" in capsys.readouterr().err
+def test_an_environment_can_replace_rewards() -> None:
+    flags = ["--model", "m", "--prompts", "p.jsonl", "--environment", "e.py:Game"]
+    assert parse("train", flags).rewards == ()
 
 
 @pytest.mark.parametrize(
@@ -124,10 +117,8 @@ def test_an_environment_can_replace_rewards(capsys) -> None:
     [
         (["train", "--model", "m", "--prompts", "p"], "--rewards is missing"),
         (["train", "--kl_estimator", "k9"], "invalid choice: 'k9'"),
-        (["sft", "--model", "m"], "--data is missing"),
         (["sft", "--speed", "9"], "fastppo sft: error: no option 'speed'"),
         (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
-        (["train", "--learning", "1"], "no option 'learning'"),
         (["trian"], "invalid choice: 'trian'"),
     ],
 )
@@ -138,9 +129,11 @@ def test_a_wrong_flag_is_an_error(arguments: list[str], says: str, capsys) -> No
     assert says in capsys.readouterr().err
 
 
-def test_a_wrong_value_is_an_error(capsys) -> None:
-    assert cli.main(["train", "--learning_rate", "fast"]) == 2
-    assert "learning_rate must be a finite number, got 'fast'" in capsys.readouterr().err
+def test_a_wrong_value_in_yaml_is_an_error_with_the_file(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: many")
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert f"{file}: seed must be an integer, got 'many'" in capsys.readouterr().err
 
 
 def test_flags_may_have_dashes_and_no_value() -> None:
@@ -149,15 +142,6 @@ def test_flags_may_have_dashes_and_no_value() -> None:
     assert config.learning_rate == 1e-3
     assert config.gradient_checkpointing
     assert not config.resume
-
-
-def test_an_unusable_row_is_an_error_with_its_file_and_number(tmp_path: Path, capsys) -> None:
-    (tmp_path / "d.jsonl").write_text('{"question": "w1"}')
-    model, output = tiny.saved_model(tmp_path / "base"), str(tmp_path / "run")
-    flags = ["--model", model, "--data", str(tmp_path / "d.jsonl"), "--output_dir", output]
-    assert cli.main(["sft", *flags]) == 2
-    said = capsys.readouterr().err
-    assert f"fastppo: {tmp_path / 'd.jsonl'}, row 1: expected messages, " in said
 
 
 def test_a_report_is_written_to_the_run_or_to_a_file(tmp_path: Path, capsys) -> None:
@@ -204,12 +188,6 @@ import json
 
 def right(prompts, completions, wanted):
     return [float(word in text) for word, text in zip(wanted, completions)]
-
-def of_one(completion):
-    return 1.0
-
-def returns_one(prompts, completions):
-    return 1.0
 
 def parses(prompts, completions):
     return [json.loads(text) for text in completions]
@@ -309,20 +287,13 @@ def test_check_of_a_resumed_run_writes_nothing(inputs, capsys) -> None:
     assert {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())} == before
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        ("returns_one", "returned float; expected a list of 1 float"),
-        ("parses", "rewards.py, line 14, in"),
-    ],
-)
-def test_a_reward_is_tried_before_a_model_is_loaded(reward, says, inputs, capsys) -> None:
+def test_a_reward_is_tried_before_a_model_is_loaded(inputs, capsys) -> None:
     (Path("sft") / "model.safetensors").write_bytes(b"")  # of which nothing loads
-    options = inputs | {"rewards": f"rewards.py:{reward}"}
+    options = inputs | {"rewards": "rewards.py:parses"}
     assert cli.main(["train", *_flags(options), "--device", "cpu"]) == 1
     said = capsys.readouterr().err
-    assert says in said
-    assert f"expected {reward}(prompts, completions, **columns)" in said
+    assert "rewards.py, line 8, in" in said
+    assert "expected parses(prompts, completions, **columns)" in said
 
 
 def test_export_writes_the_best_and_the_last_policy(tmp_path: Path, capsys) -> None:

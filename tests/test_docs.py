@@ -138,18 +138,12 @@ def on_two_processes(line: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_of_the_docs_works_on_two_processes(workspace: Path) -> None:
-    line = next(line for line in commands(OWN_RUN) if "--config" in line)
-    assert on_two_processes(line).count("policy  ") == 1, "one process speaks"
-    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "mine" / "policy")
-
-
-@pytest.mark.slow
-def test_the_stages_of_the_docs_work_on_two_processes(workspace: Path) -> None:
+def test_the_commands_of_the_docs_work_on_two_processes(workspace: Path) -> None:
     """The reward model starts from the model that SFT saved."""
-    for command in ("sft", "reward"):
+    for command, speaks in (("sft", "model  "), ("reward", "model  "), ("train", "policy  ")):
         line = next(line for line in commands(OWN_RUN) if line[0] == command)
-        assert on_two_processes(line).count("model  ") == 1, "one process speaks"
+        assert on_two_processes(line).count(speaks) == 1, "one process speaks"
+    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "mine" / "policy")
 
 
 def test_the_ten_minutes_run_as_printed(workspace: Path, capsys) -> None:

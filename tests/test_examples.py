@@ -53,21 +53,12 @@ def test_an_example_learns(name: str) -> None:
         assert wrong > 1e-3
 
 
-def under_fsdp(iterations: int) -> str:
-    example = str(ROOT / "examples" / "fsdp2.py")
-    done = torchrun(2, example, "--iterations", str(iterations))
+@pytest.mark.slow
+def test_two_processes_under_fsdp_learn_with_one_gradient() -> None:
+    done = torchrun(2, str(ROOT / "examples" / "fsdp2.py"), "--iterations", "31")
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_two_processes_under_fsdp_learn() -> None:
-    assert_learns(under_fsdp(31))
-
-
-@pytest.mark.slow
-def test_two_processes_under_fsdp_have_one_gradient() -> None:
-    printed = under_fsdp(1)
+    printed = done.stdout
+    assert_learns(printed)
     held, total = map(int, re.search(r"holds (\d+) of (\d+) weights", printed).groups())
     assert held == total / 2
     norms = re.search(r"norm of the gradient (\S+), of one process with all rows (\S+)\n", printed)

@@ -166,29 +166,20 @@ def _grpo() -> dict[str, Any]:
     return yaml.safe_load(block)
 
 
-def _check(folder: Path, reward: str) -> int:
-    """Run `fastppo check` with the options of a GRPO script and the body of a reward."""
-    (folder / "reward.py").write_text(f"def own(completions, **columns):\n    {reward}\n")
-    (folder / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
+def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def own(completions, **columns):\n    return [1.0] * len(completions)\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
     run = {
-        "model": tiny.saved_model(folder / "model"),
-        "prompts": str(folder / "prompts.jsonl"),
-        "rewards": [f"{folder / 'reward.py'}:own"],
-        "output_dir": str(folder / "run"),
+        "model": tiny.saved_model(tmp_path / "model"),
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "rewards": [f"{reward}:own"],
+        "output_dir": str(tmp_path / "run"),
         "max_new_tokens": 8,  # the tiny model has a context of 64
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump({**_grpo(), **run}))
-    return cli.main(["check", "--config", str(folder / "run.yaml")])
-
-
-def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
-    assert _check(tmp_path, "return [1.0] * len(completions)") == 0
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**_grpo(), **run}))
+    assert cli.main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
     assert "to 8 prompts; 1 optimiser step" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_reward_for_trls_messages_gets_an_explanation(tmp_path: Path, capsys) -> None:
-    assert _check(tmp_path, 'return [len(c[-1]["content"]) for c in completions]') == 1
-    assert "which takes lists, completions as strings, and returns" in capsys.readouterr().err
 
 
 def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:

@@ -157,16 +157,3 @@ def test_turns_are_shown_with_role_text_and_reward(tmp_path: Path, capsys) -> No
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
     assert cli.main(flags) == 1
     assert "wanted" in capsys.readouterr().err
-
-
-def test_the_environment_is_loaded_once_before_the_policies(two, tmp_path: Path) -> None:
-    path = tmp_path / "loaded"
-    counted = f"with open({str(path)!r}, 'a') as file:\n    file.write('once')\n"
-    (tmp_path / "game.py").write_text(counted + ENVIRONMENT)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "wanted": "w10"}\n')
-    game = {"prompts": str(tmp_path / "p.jsonl"), "environment": f"{tmp_path}/game.py:Asks"}
-    generate(_config(tmp_path, models=two, prompt=None, **game))
-    assert path.read_text() == "once"
-    (tmp_path / "game.py").write_text("raise OSError('no board')")
-    with pytest.raises(ValueError, match="no board"):
-        generate(_config(tmp_path, models=[str(tmp_path / "none")], prompt=None, **game))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks.studies import critic, recipe_curves
-from fastppo.recipes.catalogue import Recipe
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
@@ -36,27 +35,6 @@ def test_new_recipe_curves_are_added_to_the_kept_ones(
     drawn = figure.read_text()
     assert [drawn.count(f"<!-- {name} -->") for name in ("guess", "smollm2-tools")] == [1, 1]
     assert drawn.count("<!-- seed") == 5
-
-
-def test_only_the_settings_with_a_critic_have_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also for a recipe with a different critic."""
-    monkeypatch.setattr(critic, "prepare", lambda *arguments: None)
-    monkeypatch.setattr(critic, "demo_stages", lambda *arguments: tmp_path)
-    monkeypatch.setattr(Recipe, "check_packages", lambda recipe: None)
-    in_closed_form = {}
-    for name in ("demo", "smollm2-sentiment"):
-        for label in critic.TASKS[name].settings:
-            config = critic.config_of(tmp_path, critic.TASKS[name], label, 0)
-            if config.vf_coef:
-                in_closed_form[name, label] = config.fits_value_head
-                assert config.value_model == "shared"
-    assert in_closed_form == {
-        ("demo", "critic, closed form"): True,
-        ("demo", "critic, AdamW"): False,
-        ("smollm2-sentiment", "PPO"): True,
-    }
 
 
 def _curves_of_the_demo() -> dict[str, list[Any]]:

@@ -24,7 +24,6 @@ from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
 from fastppo.models.policy import LanguageModel
 from fastppo.ppo.setup.build import check_port
-from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.rollout.decoder import DecoderEngine
@@ -133,11 +132,9 @@ def test_training_an_agent_raises_its_reward(tmp_path: Path) -> None:
     [
         # A truncated turn is answered, and the agent returns a reward.
         ("length", [[7, 7, 7, 7]], {"agent": "grade"}, [0.25, 0.25]),
-        ("stop", [[7, EOS]], {"agent": "grade"}, [1.0, 1.0]),
         # Without another turn, n1 raises and n0 returns.
         ("turns", [[7, EOS], [8, EOS]], {"agent": "never_ends", "max_turns": 2}, [2.0, 0.0]),
         ("length", [[7, EOS]], {"agent": "never_ends", "context": 12}, [1.0, 0.0]),
-        ("length", [[7, EOS], [7, 7, 7, 7]], {"agent": "never_ends"}, [2.0, 0.0]),
     ],
 )
 def test_an_agent_returns_a_reward_after_a_truncated_response(
@@ -173,10 +170,8 @@ ANSWER = {"role": "assistant", "content": "w4"}
             "message 1 differs from",
         ),
         ([[FIRST], [FIRST, {**ANSWER, "content": "w8"}, FIRST]], "expected 'assistant: +w4', got"),
-        ([[FIRST], [FIRST]], "got 1 messages, and the conversation has 2"),
         ([[]], "there are no messages"),
         ([[{"role": "user", "content": [{"type": "image_url"}]}]], "expected parts of type text"),
-        ([[{"role": "user", "content": {"text": "w5"}}]], "content of a user message must be text"),
     ],
 )
 def test_a_request_that_does_not_continue_the_conversation_is_refused(
@@ -187,30 +182,21 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(
         _run(agent, Scripted([[7, EOS]]), _prompts())
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"n": 2},
-        {"logprobs": True},
-        {"tools": [{}]},
-        {"response_format": {"type": "json_object"}},
-    ],
-)
+@pytest.mark.parametrize("option", [{"n": 2}, {"tools": [{}]}])
 def test_unsupported_request_options_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(RewardError, match=f"{name} (is not supported|must be 1)"):
         _run(_asks({"messages": [FIRST], **option}), Scripted([]), _prompts())
 
 
-@pytest.mark.parametrize(("turns", "reward"), [([7], 1.0), ([8, 7], 0.5), ([8, 8], 0.0)])
-def test_the_agent_of_the_page_runs(turns: list[int], reward: float) -> None:
+def test_the_agent_of_the_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
     names: dict[str, Any] = {}
     exec(page.split("```py\n")[1].split("```")[0], names)
     prompts = Prompts(["w5"], [[1]], {"answer": ["w4"]})
-    _, rollout = _run(Agent(names["run"]), Scripted([[turn, EOS] for turn in turns]), prompts)
+    _, rollout = _run(Agent(names["run"]), Scripted([[8, EOS], [7, EOS]]), prompts)
     assert rollout.rewards is not None
-    assert sum(rollout.rewards[0]) == reward
+    assert sum(rollout.rewards[0]) == 0.5
 
 
 def test_a_program_that_reads_openais_variables_can_be_trained() -> None:
@@ -239,51 +225,11 @@ def test_streaming_sends_the_answer_in_one_piece() -> None:
             *chunks, last = list(stream)
         choices = [chunk.choices[0] for chunk in chunks]
         text = "".join(choice.delta.content or "" for choice in choices)
-        assert last.usage.completion_tokens == 3
+        assert (last.usage.completion_tokens, last.usage.total_tokens) == (3, 7)
         return float((text.strip(), choices[-1].finish_reason) == ("w4 w5", "stop"))
 
     _, rollout = _run(Agent(agent), Scripted([[7, 8, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 0.0, 1.0]]
-
-
-@pytest.mark.parametrize("turn", [[7, EOS], [7, 7, 7, 7]])
-def test_an_answer_has_the_token_counts(turn: list[int]) -> None:
-    """Also for a truncated answer."""
-    seen = []
-
-    def agent(base_url: str, api_key: str) -> float:
-        request = {"messages": [FIRST], "response_format": {"type": "text"}}
-        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            seen.append(client.chat.completions.create(model="policy", **request).usage)
-        return 1.0
-
-    prompts, _ = _run(Agent(agent), Scripted([turn]), _prompts())
-    (usage,) = seen
-    read = len(prompts.token_ids[0])
-    assert (usage.prompt_tokens, usage.completion_tokens) == (read, len(turn))
-    assert usage.total_tokens == read + len(turn)
-
-
-def test_the_reward_of_an_agent_that_returned_without_its_answer_counts() -> None:
-    returned = threading.Event()
-
-    def agent(base_url: str, api_key: str) -> float:
-        with (
-            openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.5) as client,
-            pytest.raises(openai.APITimeoutError),
-        ):
-            client.chat.completions.create(model="policy", messages=[FIRST])
-        returned.set()
-        return 0.5
-
-    class Slow(Scripted):
-        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-            returned.wait()
-            time.sleep(0.2)
-            return super().generate(prompt_ids, sampling)
-
-    _, rollout = _run(Agent(agent), Slow([[7, 7, 7, 7]]), _prompts())
-    assert rollout.rewards == [[0.0, 0.0, 0.0, 0.5]]
 
 
 def test_concurrent_requests_of_a_session_are_refused() -> None:
@@ -350,13 +296,6 @@ def test_requests_need_a_key_and_the_server_stops_at_the_end() -> None:
 def test_an_error_in_an_agent_stops_the_run_and_names_the_line(agent: Any, sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
         _run(Agent(agent), Scripted([]), _prompts())
-
-
-def test_an_agent_that_hangs_stops_the_run() -> None:
-    ended = threading.Event()
-    with pytest.raises(RewardError, match=r"did not return within 0\.2 s in reset"):
-        _run(Agent(ended.wait), Scripted([]), _prompts(), options=CallOptions(0.2))
-    ended.set()
 
 
 def test_an_invalid_agent_is_refused() -> None:

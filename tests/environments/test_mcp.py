@@ -15,11 +15,8 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
-from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, Sampling
-from runs import records
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
 
@@ -72,31 +69,6 @@ def test_tools_are_described_and_called(make: Any, tokenizer: Any) -> None:
         assert "out of order" in read[2]
         assert rollout.calls == [["answered", "raised", "raised"]] * 3
         episode_runner.close()
-
-
-def test_a_run_counts_calls(tokenizer: Any, tmp_path: Path) -> None:
-    config = tiny.CONFIGS["llama"]()
-    config.vocab_size = len(tokenizer)
-    config.max_position_embeddings = 1024
-    trainer = PPOTrainer(
-        PPOConfig(
-            environment=COMMAND,
-            max_new_tokens=4,
-            max_turns=2,
-            rollout_batch_size=4,
-            minibatches=1,
-            iterations=1,
-            checkpoint_interval=0,
-            output_dir=str(tmp_path),
-        ),
-        model=tiny.model_of(config),
-        tokenizer=tokenizer,
-        prompts=[{"prompt": [{"role": "user", "content": "6 times 7?"}]}],
-        rewards=[lambda prompts, completions: [float(len(text)) for text in completions]],
-    )
-    trainer.train()
-    (line,) = records(trainer)
-    assert line["tools/answered"] == 0.0
 
 
 def test_a_server_that_ends_stops_the_run(make: Any, tokenizer: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from environments import Scripted
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
-from fastppo.environments.tools import is_tool_class
-from fastppo.environments.turns import PLACEHOLDER, Turns
+from fastppo.environments.turns import Turns
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.calling import CallOptions
@@ -112,15 +110,10 @@ def test_methods_are_called_and_answered_by_messages() -> None:
     ("said", "outcome", "sentence"),
     [
         (_call("{}", name="_hidden"), "unknown", "Tool _hidden not found."),
-        (_call("{}", name="get_reward"), "unknown", "Tool get_reward not found."),
-        (_call('{"item": "tea"'), "malformed", "could not parse region as JSON"),
         ("<tool_call>[1]</tool_call>", "malformed", "A call must be an object with a name"),
         (_call("[1]"), "malformed", "The arguments of a call must be an object"),
         (_call('{"thing": 1}'), "malformed", "missing a required argument: 'item'"),
         (_call('{"item": "none"}'), "raised", "'none'"),
-        # A policy may write these by chance.
-        (f"<tool_call>{'[' * 5000}", "malformed", "maximum recursion depth"),
-        (_call("{}", name=PLACEHOLDER), "unknown", f"Tool {PLACEHOLDER} not found."),
     ],
 )
 def test_a_failed_call_is_answered_with_its_error_and_counted(
@@ -161,15 +154,10 @@ def test_exceptions_in_stop_on_stop_the_run() -> None:
         _run(Strict, [_call('{"item": "none"}')])
 
 
-@pytest.mark.parametrize("turns", [[_call('{"item": "tea"}')], [_call('{"item": "tea"}'), "a" * 9]])
-def test_the_reward_is_given_once(turns: list[str]) -> None:
-    """Here it runs out of turns, or says its last words."""
-    rollout, _ = _run(Shop, turns, max_turns=len(turns))
+def test_an_episode_without_further_turns_gets_the_reward() -> None:
+    rollout, _ = _run(Shop, [_call('{"item": "tea"}')], max_turns=1)
     assert rollout.rewards is not None
-    assert rollout.turns is not None
     assert sum(rollout.rewards[0]) == 1.0
-    paid = [turn["reward"] for turn in rollout.turns[0] if turn["role"] == "policy"]
-    assert paid == [0.0] * (len(turns) - 1) + [1.0]
 
 
 def test_a_reset_that_returns_no_text_is_an_error() -> None:
@@ -249,26 +237,11 @@ def test_a_chat_template_without_tool_messages_is_refused() -> None:
         _run(Shop, [], template=template)
 
 
-def test_which_classes_are_tools() -> None:
-    class Environment(Shop):
-        def step(self, text: str) -> Any: ...
-
-    class Nothing:
-        def reset(self) -> None: ...
-
-    assert is_tool_class(Shop)
-    assert is_tool_class(functools.partial(Shop))
-    assert not is_tool_class(Environment)
-    assert not is_tool_class(Nothing)
-    assert not is_tool_class(lambda: Shop())
-
-
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
         ("price(self, item: str): ...", "has no docstring"),
         ("price(self, item: 'Item'):\n        'The price.'", "name 'Item' is not defined"),
-        ("price(self, *items: str):\n        'The price.'", r"by name, .* no \*items: str"),
         ("price(self, item: str, /):\n        'The price.'", "by name, .* no item: str"),
     ],
 )

@@ -90,7 +90,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("old_logprobs", "[4]", "one per token", "[1]", old_logprobs=torch.zeros(1)),
         wrong("old_logprobs", "cpu", "meta", old_logprobs=torch.zeros(N, device="meta")),
         wrong("mask", "bool", "float32", mask=torch.ones(N)),
-        wrong("importance_weights", "[4]", "[4, 1]", importance_weights=torch.ones(N, 1)),
         wrong("logits", "(..., V)", "[7]", logits=torch.zeros(V)),
         wrong("logits", "vocabulary", "[4, 0]", logits=torch.zeros(N, 0)),
         wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),
@@ -98,13 +97,11 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         # Objective
         wrong("objective", "clip, cispo, sapo, dis, gspo", "'grpo'", objective="grpo"),
         wrong("clip_ratio", "negative", "-0.2", clip_ratio=(0.1, -0.2)),
-        wrong("clip_ratio", "nan", clip_ratio=nan),
         wrong("clip_ratio", "ε", "0.3", clip_ratio=(0.1, 0.2, 0.3)),
         wrong("clip_ratio", "number", "str", clip_ratio="0.2"),
         wrong("dual_clip", "> 1", "1.0", dual_clip=1.0),
         wrong("dual_clip", "'clip' or 'gspo'", "'dis'", objective="dis", dual_clip=3.0),
         wrong("sapo_tau", "objective='sapo'", "'clip'", sapo_tau=(1.0, 1.0)),
-        wrong("sapo_tau", "> 0", "0.0", objective="sapo", sapo_tau=(1.0, 0.0)),
         wrong("sapo_tau", "A > 0", "(1.0,)", objective="sapo", sapo_tau=(1.0,)),
         wrong("cu_seqlens", "objective='gspo'", "'clip'", cu_seqlens=ints(2)),
         wrong("objective='gspo'", "(..., T)", "[4]", objective="gspo"),
@@ -122,7 +119,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         # Softmax
         wrong("temperature", "> 0", "0.0", temperature=0.0),
         wrong("temperature", "[4]", "[4, 1]", temperature=torch.ones(N, 1)),
-        wrong("temperature", "float32", "int64", temperature=ints(N)),
         wrong("temperature must be finite and > 0, got values", temperature=ONE_IS_NAN),
         wrong("logit_scale", "> 0", "0.0", logit_scale=0.0),
         wrong("softcap", "> 0", "-30.0", softcap=-30.0),
@@ -130,9 +126,7 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("aggregation", "token-mean", "mean", aggregation="mean"),
         wrong("aggregation", "(..., T)", "[4]", aggregation="seq-mean-token-sum"),
         wrong("denominator", "> 0", "0.0", denominator=0.0),
-        wrong("denominator", "[]", "[2]", denominator=torch.ones(2)),
         wrong("denominator must be", denominator=torch.tensor(-1.0)),
-        wrong("weights", "[4]", "[4, 1]", weights=torch.ones(N, 1)),
         wrong("weights", "denominator", weights=torch.ones(N), denominator=2.0),
         # The rest
         wrong("backend", "auto", "triton", "cpu", "torch", "cuda", backend="cuda"),
@@ -152,7 +146,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         ),
     ],
     fastppo.linear_ppo_loss: [
-        wrong("clip_ratio", "negative", "-0.1", clip_ratio=-0.1),
         wrong("hidden", "(..., H)", "[3]", hidden=torch.zeros(H)),
         wrong("weight", "[V, H]", "[3]", weight=torch.zeros(H)),
         wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
@@ -163,7 +156,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("ref_hidden", "ref_weight", "together", **REF_HIDDEN),
         wrong("ref_bias", "ref_hidden", "None", ref_bias=torch.zeros(V)),
         wrong("ref_weight", "V = 7", "[8, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V + 1, H)),
-        wrong("ref_hidden", "[4, 4]", "[4, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V, H + 1)),
         wrong(
             "kl_estimator='full'",
             "float16",
@@ -176,7 +168,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         ),
     ],
     fastppo.token_stats: [wrong("tokens", "[4]", "[4, 1]", tokens=ints(N, 1))],
-    fastppo.linear_token_stats: [wrong("ref_hidden", "ref_weight", "together", **REF_HIDDEN)],
     fastppo.policy_loss: [wrong("advantages", "[4]", "[4, 1]", advantages=torch.zeros(N, 1))],
     fastppo.value_loss: [
         wrong("returns", "[4]", "[4, 1]", returns=torch.zeros(N, 1)),
@@ -185,7 +176,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
     ],
     fastppo.total_loss: [
         wrong("vf_coef", "finite", "nan", vf_coef=nan),
-        wrong("clip_ratio", "old_values", value_clip=0.2),
     ],
     fastppo.aggregation_weights: [wrong("mask", "torch.Tensor", "list", mask=[True])],
     fastppo.gae: [
@@ -200,7 +190,6 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
             wrong("cu_seqlens", *words, values=SIX, rewards=SIX, cu_seqlens=cu_seqlens)
             for cu_seqlens, words in (
                 (torch.tensor([0, 4, 3, 6]), ["rise from 0 to 6", "[0, 4, 3, 6]"]),
-                (torch.tensor([0.0, 6.0]), ["int32", "float32"]),
                 (torch.tensor([[0, 6]]), ["[B + 1]", "[1, 2]"]),
             )
         ),

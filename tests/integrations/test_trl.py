@@ -196,7 +196,6 @@ def test_options_of_a_clipped_loss_equal_trls(
         {"importance_sampling_level": "sequence"},
         {"beta": 0.1, "use_bias_correction_kl": True},
         {"entropy_coef": 0.05},
-        {"entropy_coef": 0.05, "use_adaptive_entropy": True},
         {"top_entropy_quantile": 0.5},
         {"off_policy_mask_threshold": 0.01},
         {"delta": 1.1},

@@ -33,12 +33,9 @@ IDS = [[10, 10, 1], [7, 1]]
         "def f(prompts, completions): return [len(c) for c in completions]",
         "def f(completions, prompts): return [len(c) for c in completions]",
         "def f(completions, **kwargs): return [len(c) for c in completions]",
-        "def f(*, completions): return [len(c) for c in completions]",
         "def f(p, c): return [len(x) for x in c]",
-        "def f(p, c, /): return [len(x) for x in c]",
         "def f(*args): return [len(x) for x in args[1]]",
         "def f(**kw): return [len(x) for x in kw['completions']]",
-        "def f(p, c, **columns): return [len(x) for x in c]",
         "def f(prompts, completions, wanted): return [len(c) for c in completions]",
         "async def f(prompts, completions): return [len(c) for c in completions]",
     ],
@@ -70,8 +67,6 @@ def test_a_reward_gets_copies_of_its_arguments() -> None:
     ("source", "expected"),
     [
         ("def f(prompts, completions, completion_ids): return [len(i) for i in completion_ids]", 3),
-        ("def f(completions, *, completion_ids=()): return [len(i) for i in completion_ids]", 3),
-        ("def f(p, c, completion_ids): return [len(i) for i in completion_ids]", 3),
         ("def f(completions, **columns): return ['completion_ids' in columns] * 2", 0),
     ],
 )
@@ -91,7 +86,6 @@ def test_completion_ids_are_passed_by_name_only(source: str, expected: int) -> N
     [
         ([1.0], "returned 1 value for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
-        ([float("inf"), 0.0], "returned inf for completion 0", 1),
         ([1.0, None], "returned None for completion 1", 1),
         ([1.0, "2"], "returned '2' for completion 1", 1),
         (1.0, "returned float; expected a list of 2 floats", 2),
@@ -115,7 +109,6 @@ def test_an_invalid_return_value_is_refused_and_the_sample_saved(
 @pytest.mark.parametrize(
     ("source", "lacking"),
     [
-        ("lambda prompts, completions: 0", []),
         ("lambda p, c, answer: 0", ["answer"]),
         ("lambda p, c, wanted, **columns: 0", []),
         ("lambda completions, *, answer, completion_ids: 0", ["answer"]),
@@ -131,7 +124,6 @@ def test_missing_columns_are_found_from_the_signature(source, lacking) -> None:
     ("source", "says"),
     [
         ("lambda completion: 0", "takes (completion): too many positional arguments"),
-        ("lambda wanted: 0", "takes (wanted): "),
         ("lambda: 0", "takes no arguments"),
     ],
 )
@@ -165,12 +157,8 @@ def test_a_batch_may_mix_numbers_tokens_and_steps() -> None:
     [
         ([0.0, [1.0] * 3], "3 numbers for completion 1, which has 2 response tokens"),
         ([0.0, [1.0, float("nan")]], "nan for token 1 of completion 1; expected a number within"),
-        ([0.0, [1.0, "x"]], "'x' for token 1 of completion 1; expected a number within"),
         ([0.0, [(1, 1.0), 2.0]], r"both numbers and \(end, value\) pairs for completion 1"),
         ([0.0, [(0, 1.0)]], r"\(0, 1.0\) for completion 1; .* whole number from 1"),
-        ([0.0, [(1.5, 1.0)]], r"\(1.5, 1.0\) for completion 1"),
-        ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for completion 1"),
-        ([0.0, [(1, 1.0, 2.0)]], r"\(1, 1.0, 2.0\) for completion 1"),
         ([0.0, [(1, float("inf"))]], "inf for the step of completion 1 that ends at 1"),
         ([0.0, [(1, 9e14), (2, 9e14)]], "in total for completion 1"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from fastppo.rewards import url
 from fastppo.rewards.loading import load_reward, make_terms, reward_name
-from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
+from fastppo.rewards.reward import Samples
 from fastppo.rewards.url import RequestError, URLReward
 
 PROMPTS = ["p1", "p2", "p3"]
@@ -98,9 +98,8 @@ def test_batches_are_sent_in_parallel(server: Server) -> None:
     assert URLReward(server.url, batch_size=1)(PROMPTS, COMPLETIONS) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("status", [408, 503])
-def test_a_busy_server_is_retried(status: int, server: Server) -> None:
-    answers = iter([(status, b""), (status, b"")])
+def test_a_busy_server_is_retried(server: Server) -> None:
+    answers = iter([(408, b""), (503, b"")])
     server.answer = lambda body: next(answers, None) or Server.lengths(body)
     assert URLReward(server.url)(PROMPTS, COMPLETIONS) == [1, 2, 3]
     assert len(server.requests) == 3
@@ -111,7 +110,6 @@ WRONG = {
     "a redirection": ((302, b""), "answered 302 Found", 1),
     "always busy": ((500, b""), "answered 500 Internal Server Error, 3 times", 3),
     "not JSON": ((200, b"["), "answered what is not JSON", 1),
-    "a list": ((200, b"[1, 2, 3]"), "answered no list of rewards", 1),
     "too few": (
         (200, b'{"rewards": [1]}'),
         'answered 1 rewards; expected {"rewards": […]} with 3',
@@ -149,13 +147,6 @@ def test_a_server_that_hangs_or_is_gone_is_given_up_after_the_time_limit(
     server.http.server_close()
     with pytest.raises(RequestError, match="refused, 3 times"):
         URLReward(server.url, timeout=5)(PROMPTS, COMPLETIONS)
-
-
-def test_an_error_of_the_server_is_the_message_of_the_reward(server: Server) -> None:
-    server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
-    term = RewardTerm("judge", URLReward(server.url, batch_size=1))
-    with pytest.raises(RewardError, match=r"reward 'judge' raised .*answered 403 Forbidden"):
-        score(term, SAMPLES)
 
 
 def test_the_token_is_sent_over_https_only(server: Server, monkeypatch) -> None:
