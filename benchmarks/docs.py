@@ -341,8 +341,8 @@ def sections(records: Sequence[dict[str, Any]]) -> dict[str, str]:
     chart = f"""
 ![{alt}](docs/speedups.svg)
 
-*GPU: {", ".join(gpus) or NOT_MEASURED}. [All measurements](docs/benchmarks.md), also where FastPPO
-loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
+*GPU: {", ".join(gpus) or NOT_MEASURED}. [All measurements](docs/benchmarks.md),
+including those where FastPPO loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
 """
     measured = [comparisons(record) for record in _cpus_with_claims(records)]
 
@@ -360,10 +360,10 @@ loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
 - **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
   logits: {faster(with_bonus)} than plain PyTorch with {saved(with_bonus)}.
   Without an entropy bonus: {faster(without)}, {saved(without)}.
-- **No full logits.** `linear_ppo_loss` includes the lm-head and forms the logits chunk by chunk:
+- **No full logits.** `linear_ppo_loss` includes the lm-head and computes the logits in chunks:
   {saved(linear)}, {faster(linear)}.
 - **One forward pass.** Policy and value function share a trunk. A PPO iteration of a tiny model is
-  {faster("iteration")} than TRL 1.12's, and {grid} faster over nine shapes.
+  {faster("iteration")} than TRL 1.12's, and {grid} faster over a grid of nine sizes.
 """
     return {"chart": chart[1:], "numbers": numbers[1:] + "  "}  # the end marker stays in the list
 

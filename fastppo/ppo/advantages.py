@@ -31,7 +31,7 @@ from fastppo.rewards.scorer import Scores
 ONE_PER_RESPONSE = ("sequence", "rloo", "group")
 """Kinds with one advantage for all tokens of a response."""
 
-COMPLETE_RETURNS = ("sequence", *CRITIC_FREE)
+MONTE_CARLO = ("sequence", *CRITIC_FREE)
 """Kinds with λ = 1."""
 
 GROUP_EPS = 1e-4
@@ -51,7 +51,7 @@ class BatchAdvantages(NamedTuple):
     """Targets of the value loss."""
     spread: Tensor
     """Standard deviation of the advantages before whitening, 0-d."""
-    complete_returns: Tensor
+    monte_carlo_returns: Tensor
     """Monte Carlo returns: rewards-to-go with the KL penalty, the score and rewards within the
     response, discounted like GAE. They contain no values, except the bootstrap value after a
     truncated response if there is one."""
@@ -137,8 +137,8 @@ def make_advantages(
     return estimates._replace(advantages=torch.where(size <= ROUNDING, 0.0, advantages))
 
 
-def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
-    """Return `BatchAdvantages.complete_returns`, [N] fp32."""
+def monte_carlo_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
+    """Return `BatchAdvantages.monte_carlo_returns`, [N] fp32."""
     without_values = rewarded._replace(values=torch.zeros_like(rewarded.values))
     if options.advantage == "turn_gae":
         _, returns = turn_gae(without_values, shaped_rewards(rewarded), 1.0, options)
@@ -149,7 +149,7 @@ def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
 def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
     """GAE over tokens."""
     lam: float | Tensor = options.lam
-    if options.advantage in COMPLETE_RETURNS:
+    if options.advantage in MONTE_CARLO:
         lam = 1.0
     elif options.lam_alpha is not None:
         # λ = 1 − 1/(α·length) per response, Yue et al. 2025 (VAPO).
@@ -161,7 +161,9 @@ def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvan
         returns = _token_gae(rewarded, options, lam=options.value_lam, whiten=False).returns
     # Returns are never whitened.
     spread = (result.returns - rewarded.values).std(correction=0)
-    return BatchAdvantages(result.advantages, returns, spread, complete_returns(rewarded, options))
+    return BatchAdvantages(
+        result.advantages, returns, spread, monte_carlo_returns(rewarded, options)
+    )
 
 
 def _token_gae(
@@ -195,7 +197,7 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     advantages = by_response.repeat_interleave(lengths, output_size=count)
     spread = advantages.std(correction=0)
     advantages = _whitened(advantages, options)
-    complete = complete_returns(rewarded, options)
+    complete = monte_carlo_returns(rewarded, options)
     return BatchAdvantages(advantages, result.returns, spread, complete)
 
 
@@ -245,7 +247,7 @@ def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvant
     if options.value_lam is not None:
         _, returns = turn_gae(rewarded, rewards, options.value_lam, options)
     advantages = _whitened(advantages, options)
-    return BatchAdvantages(advantages, returns, spread, complete_returns(rewarded, options))
+    return BatchAdvantages(advantages, returns, spread, monte_carlo_returns(rewarded, options))
 
 
 def turn_gae(

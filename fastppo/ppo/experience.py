@@ -38,7 +38,7 @@ class Experience:
     advantages: Tensor
     returns: Tensor
     """Targets of the value loss."""
-    complete_returns: Tensor
+    monte_carlo_returns: Tensor
     """Monte Carlo returns (λ = 1). They contain no values, except the bootstrap value after a
     truncated response if there is one."""
     ref_logprobs: Tensor | None = None

@@ -221,7 +221,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
         `advantage_correlation`, the correlation of advantages and returns (the advantages without
         a value function). Whitening does not change it.
     """
-    returns = experience.complete_returns
+    returns = experience.monte_carlo_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
     covariance = at_prompt.double().cov(correction=0)

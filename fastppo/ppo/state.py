@@ -87,7 +87,7 @@ class RunState:
             kl: mean KL to the reference, nats per sequence; None without a reference.
             sequences: number of sequences in the mean.
         """
-        if kl is not None and not self.is_warming_up(options):
+        if kl is not None and not self.is_value_warmup(options):
             self.kl_control.update(kl, sequences)
 
     def skip_step(self, numbers: Mapping[str, float]) -> str:
@@ -125,7 +125,7 @@ class RunState:
                 f"the policy and the report are in {run_dir}"
             )
 
-    def is_warming_up(self, options: PPOConfig) -> bool:
+    def is_value_warmup(self, options: PPOConfig) -> bool:
         """Whether this iteration trains only the value function."""
         return self.iteration < options.value_warmup_iterations
 

@@ -12,8 +12,8 @@ updates on responses generated and scored elsewhere. One forward pass of the tru
 and only the hidden states that predict response tokens reach them.
 
 Everything that changes during a run is in the model, the optimizer, `RunState` and a refreshed
-reference, and a checkpoint holds those. `config` belongs to the run; `options`, an argument of each
-phase, is the config with the iteration's schedules applied.
+reference, and a checkpoint holds those. `config` is fixed for the run; `options`, an argument of
+each phase, is the config with the iteration's schedules applied.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MicrobatchLoss(NamedTuple):
     loss: Tensor
     """0-d, differentiable."""
     sums: LossSums
-    """Its share of the metrics."""
+    """Metric sums of this microbatch."""
     value_states: Tensor
     """[N, H], the value head's input."""
 
@@ -102,19 +102,19 @@ class PPOTrainer:
 
     Args:
         config: the options.
-        model, tokenizer: used instead of loading `config.model`.
-        prompts: rows with a prompt column, used instead of loading `config.prompts`.
-        rewards, monitor_rewards: functions or names, used instead of the config's.
-        reference: model that the KL is measured to. By default a frozen copy of the initial policy.
-        environment: class or function that makes environments for multi-turn responses, used
-            instead of the config's.
-        engine: a `RolloutEngine`, or an object with its `generate`, used instead of the config's.
+        model, tokenizer: the policy and its tokenizer. By default loaded from `config.model`.
+        prompts: rows with a prompt column. By default loaded from `config.prompts`.
+        rewards, monitor_rewards: functions or names. By default those of the config.
+        reference: reference model of the KL. By default a frozen copy of the initial policy.
+        environment: class or function that makes environments for multi-turn responses. By default
+            the config's.
+        engine: a `RolloutEngine`, or an object with its `generate`. By default the config's.
         callbacks: transformers' `TrainerCallback`s.
         console: console for progress and messages.
         world: the processes; by default those that torchrun started.
 
     Raises:
-        ValueError: the parts do not fit together; see `fastppo.ppo.setup.build`.
+        ValueError: the components are incompatible; see `fastppo.ppo.setup.build`.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class PPOTrainer:
 
         Args:
             options: the config with this iteration's schedules applied; see `begin_iteration`.
-            timer: times the phases, and may end the iteration between two of them.
+            timer: times each phase, and may end the iteration between phases.
 
         Raises:
             PhaseEndedError: `timer` was asked to stop; no weight has changed.
@@ -294,7 +294,7 @@ class PPOTrainer:
             old_values=old.values,
             advantages=estimates.advantages,
             returns=estimates.returns,
-            complete_returns=estimates.complete_returns,
+            monte_carlo_returns=estimates.monte_carlo_returns,
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
@@ -333,7 +333,7 @@ class PPOTrainer:
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                # The schedule also counts the steps that an early stop leaves out.
+                # The schedule also counts steps skipped by early stopping.
                 step = first_step + len(meter.steps)
                 learning_rate = set_learning_rate(self.optimizer, step, self.config)
                 sums = self.accumulate_gradient(
@@ -354,7 +354,7 @@ class PPOTrainer:
             metrics |= regression.metrics
         if options.objective == "penalty":
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
-            if not state.is_warming_up(options):
+            if not state.is_value_warmup(options):
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
 
@@ -388,7 +388,7 @@ class PPOTrainer:
 
         parts = self.in_microbatches(accumulate, minibatch, options)
         sums = LossSums.joined(parts, self.world)
-        if options.ptx_coef and not self.state.is_warming_up(options):
+        if options.ptx_coef and not self.state.is_value_warmup(options):
             sums = self.add_ptx(sums, options)
         return sums
 
@@ -397,7 +397,7 @@ class PPOTrainer:
 
         While the value function warms up, the loss is the value loss alone.
         """
-        warming_up = self.state.is_warming_up(options)
+        warming_up = self.state.is_value_warmup(options)
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
             hidden, values, value_states = self.model(layout, detach_values=warming_up)
@@ -466,8 +466,8 @@ class PPOTrainer:
         """Clip the gradient and take a step, unless loss or gradient are not finite.
 
         Returns:
-            The finite ones of loss, gradient norms, and `policy_kl`: KL to the rollout policy
-            before the step, nats per token.
+            Loss and gradient norms, without non-finite ones, and `policy_kl`: KL to the rollout
+            policy before the step, nats per token.
         """
         if not self.optimizer.has_gradients:
             # While a closed-form head warms up on the policy's trunk, nothing has a gradient.
@@ -481,7 +481,8 @@ class PPOTrainer:
         else:
             self.reporter.warn(self.state.skip_step(numbers))
         self.state.optimizer_step += 1
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        return {**finite, "policy_kl": metrics["policy_kl"]}
 
     def in_microbatches(
         self, run: Callable[[Limits], Result], sequences: Sized, options: PPOConfig
@@ -580,9 +581,13 @@ class PPOTrainer:
         """Generate and score responses without learning; see `evaluate_policy`."""
         return evaluate_policy(self, prompts, sampling or self.sampling, scorer)
 
-    def completions(self, prompts: Prompts, rollout: Rollout, most: int | None = None) -> list[str]:
-        """Return the texts of all responses, or of the first `most`, without special tokens."""
-        return decode_completions(self.tokenizer, prompts.token_ids[:most], rollout.tokens[:most])
+    def completions(
+        self, prompts: Prompts, rollout: Rollout, max_count: int | None = None
+    ) -> list[str]:
+        """Return the responses, or the first `max_count`, as texts without special tokens."""
+        return decode_completions(
+            self.tokenizer, prompts.token_ids[:max_count], rollout.tokens[:max_count]
+        )
 
     def save_checkpoint(self) -> Path:
         """Write a checkpoint and return its path."""

@@ -79,7 +79,7 @@ class ValueRegression:
             states: [n, H], the value head's inputs, any dtype.
             micro: their returns and weights. Tokens without weight are left out.
         """
-        returns = micro.complete_returns
+        returns = micro.monte_carlo_returns
         assert micro.token_weights is not None
         counts = micro.token_weights > 0
         size = states.shape[1] + 2

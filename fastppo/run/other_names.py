@@ -84,7 +84,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "prompt_key": ("prompt_column",),
     "resume_mode": ("resume",),
     "save_freq": ("checkpoint_interval",),
-    "target_kl": ("kl_target",),
+    "target_kl": ("kl_target", "early_stop_kl"),
     "test_freq": ("eval_interval",),
     "total_training_steps": ("iterations",),
     "train_batch_size": ("rollout_batch_size",),

@@ -41,7 +41,7 @@ EXPERIENCE = Experience(
     old_values=torch.tensor([0.5, 1.5, 2.5, 3.5]),
     advantages=torch.tensor([1.0, 1.0, 3.0, 3.0]),
     returns=torch.tensor([1.0, 1.0, 3.0, 3.0]),
-    complete_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
+    monte_carlo_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
     ref_logprobs=torch.tensor([-1.5, -2.0, -2.0, -6.0]),
 )
 KL = [0.5 + 0.0 - 1.0, 2.0]
@@ -159,7 +159,7 @@ def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:
 
 def test_returns_equal_up_to_rounding_have_no_critic_metrics() -> None:
     rounding = 1e-6 * torch.tensor([1.0, -1.0, 1.0, -1.0])
-    assert critic_metrics(replace(EXPERIENCE, complete_returns=1 + rounding)) == {}
+    assert critic_metrics(replace(EXPERIENCE, monte_carlo_returns=1 + rounding)) == {}
     values = critic_metrics(replace(EXPERIENCE, old_values=1 + rounding))
     assert values.keys() == {"explained_variance", "advantage_correlation"}
 

@@ -46,7 +46,7 @@ class Loss:
             old_values=zeros,
             advantages=torch.tensor([1.0, -1, 0.5, -2, 0.3, 1, -1, 2, -0.5]),
             returns=zeros,
-            complete_returns=zeros,
+            monte_carlo_returns=zeros,
             ref_logprobs=old_logprobs + 0.1,
             importance_weights=importance_weights,
         ).weighted("token-mean")

@@ -95,7 +95,7 @@ def test_the_head_is_ridge_regression_over_all_batches(
         layout = model.layout(batch.batch)
         with torch.no_grad(), model.autocast():
             states.append(model(layout).value_states.double())
-        returns.append(batch.complete_returns.double())
+        returns.append(batch.monte_carlo_returns.double())
         trainer.update(batch, trainer.config)
     counts = [torch.full_like(y, DECAY**age) for y, age in zip(returns, (1, 0), strict=True)]
     regression = trainer.state.value_regression
@@ -132,7 +132,9 @@ def test_complete_returns_are_rewards_to_go(tmp_path: Path) -> None:
             value = reward + 0.8 * value
             to_go.insert(0, value)
         wanted += to_go
-    torch.testing.assert_close(actual.complete_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        actual.monte_carlo_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("stop", [{}, {"early_stop_kl": 1e-4, "learning_rate": 3e-2}])
@@ -144,7 +146,7 @@ def test_only_the_last_epoch_counts(stop: dict[str, Any], tmp_path: Path) -> Non
     assert metrics.get("early_stopped", 0.0) == bool(stop)
     moments = trainer.state.value_regression.moments
     assert moments[-2, -2] == batch.batch.response_count
-    assert moments[-1, -2].item() == pytest.approx(batch.complete_returns.sum().item())
+    assert moments[-1, -2].item() == pytest.approx(batch.monte_carlo_returns.sum().item())
 
 
 def test_the_ridge_is_chosen_by_prediction() -> None:
