@@ -342,7 +342,8 @@ def sections(records: Sequence[dict[str, Any]]) -> dict[str, str]:
 ![{alt}](docs/speedups.svg)
 
 *GPU: {", ".join(gpus) or NOT_MEASURED}. [All measurements](docs/benchmarks.md),
-including those where FastPPO loses, and [their limits](benchmarks/README.md#limits-of-these-numbers).*
+including those where FastPPO loses, and
+[their limits](benchmarks/README.md#limits-of-these-numbers).*
 """
     measured = [comparisons(record) for record in _cpus_with_claims(records)]
 
