@@ -123,16 +123,6 @@ def experience_of(
     return trainer.make_experience(prompt_ids, rollout, rewards, trainer.config)
 
 
-def scores_of(
-    trainer: PPOTrainer, responses: list[list[int]], reasons: list[str] | None = None
-) -> Scores:
-    """What the trainer's rewards make of responses to its first prompts."""
-    assert trainer.prompts is not None
-    prompts = trainer.prompts.select(range(len(responses)))
-    rollout = Rollout(responses, reasons or ["stop"] * len(responses), [])
-    return trainer.score(prompts, rollout, trainer.config)
-
-
 def one_step(trainer: PPOTrainer, **options: Any) -> PPOConfig:
     """The trainer's options with one optimiser step per iteration."""
     return replace(trainer.config, **{"ppo_epochs": 1, "minibatches": 1, **options})

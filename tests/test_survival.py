@@ -93,17 +93,12 @@ class Calls:
         return os.mkdir, (str(self.path),)
 
 
-def _put_a_pickle_that_calls(file: Path) -> None:
-    """Replaces a file of a checkpoint, and its entry in the manifest."""
-    torch.save(Calls(file.parent.parent / "called"), file)
-    owner = json.loads((file.parent / "manifest.json").read_bytes())["about"]
-    manifest.write(file.parent, owner)
-
-
 def test_a_pickle_in_a_checkpoint_is_not_executed(folder: Folder, run) -> None:
     assert run(iterations=1)[0] == 0
     checkpoint = folder.run / "checkpoint-000001"
-    _put_a_pickle_that_calls(checkpoint / "optimizer.pt")
+    owner = manifest.read(checkpoint)
+    torch.save(Calls(folder.run / "called"), checkpoint / "optimizer.pt")
+    manifest.write(checkpoint, owner)
     code, said = run(iterations=2, resume=True)
     assert code == 2
     assert f"{checkpoint} cannot be read: Weights only load failed" in said
@@ -113,20 +108,14 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(folder: Folder, run) -> None:
 # -------------------------------------------------------------------------- two runs, one directory
 
 
-def _pause(folder: Folder, call: int) -> tuple[Path, Path]:
-    """Write a reward that pauses in a call; return (file it creates, file it waits for)."""
-    ready, go_on = folder.path / f"ready_{call}", folder.path / f"go_on_{call}"
-    folder.write_reward(
-        f"import pathlib, time; calls == {call} and pathlib.Path({str(ready)!r}).touch()\n"
-        f"    while calls == {call} and not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
-    )
-    return ready, go_on
-
-
 def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     folder: Folder, run
 ) -> None:
-    ready, go_on = _pause(folder, 1)
+    ready, go_on = folder.path / "ready", folder.path / "go_on"
+    folder.write_reward(
+        f"import pathlib, time; calls == 1 and pathlib.Path({str(ready)!r}).touch()\n"
+        f"    while calls == 1 and not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
+    )
     log = folder.path / "log.txt"
     first = command_line.start(folder.flags(iterations=1), log)
     assert command_line.wait_for(ready.exists, first), log.read_text()

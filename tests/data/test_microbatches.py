@@ -17,9 +17,7 @@ BATCH = Batch.of([[5, 6], [7], [8, 9, 10], [4]], [[1, 1, 4], [2], [1, 3, 5, 6], 
     ("lengths", "size", "rows"),
     [
         ([3, 9, 5, 7, 1], 2, [[1, 3], [2, 0], [4]]),
-        ([4, 4, 4, 4], 2, [[0, 1], [2, 3]]),
         ([3, 9, 5], 16, [[0, 1, 2]]),  # all fit into one, in their order
-        ([2], 1, [[0]]),
         ([], 2, []),
     ],
 )
@@ -34,8 +32,6 @@ def test_the_longest_sequences_go_first(lengths, size, rows) -> None:
     [
         (12, False, [[1], [3], [2, 0], [4]]),  # 9; 7; 2 · 5, and a third row would make 15; 1
         (12, True, [[1], [3, 2], [0, 4]]),  # 9; 7 + 5; 3 + 1
-        (14, False, [[1], [3, 2], [0, 4]]),
-        (45, False, [[0, 1, 2, 3, 4]]),
         (25, True, [[0, 1, 2, 3, 4]]),
         (1, False, [[1], [3], [2], [0], [4]]),  # each exceeds the limit
     ],
@@ -65,7 +61,7 @@ def test_count_of_sequences_of_one_length() -> None:
     assert Limits(16, 5).count(10) == 1
 
 
-@pytest.mark.parametrize("limits", [Limits(1), Limits(3), Limits(16), Limits(1, tokens=10)])
+@pytest.mark.parametrize("limits", [Limits(3), Limits(16), Limits(1, tokens=10)])
 def test_results_return_in_the_order_of_the_batch(limits: Limits) -> None:
     parts = split(BATCH, limits)
     assert sum(map(len, parts.batches)) == len(BATCH)

@@ -41,22 +41,6 @@ def test_a_policy_with_adapters_saves_a_plain_model_and_is_its_own_reference(
     torch.testing.assert_close(loaded.response_logprobs(BATCH), adapted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
-def test_merged_state_equals_pefts_merge_and_does_not_change_the_model(
-    architecture: str,
-) -> None:
-    model = tiny.model(architecture)
-    names = list(model.state_dict())
-    peft = add_adapters(model, rank=2, alpha=8.0)
-    tiny.stir_adapters(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    merged = merged_state(model)
-    assert list(merged) == names
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    wanted = peft.merge_and_unload().state_dict()
-    torch.testing.assert_close(merged, dict(wanted), rtol=1e-6, atol=1e-6)
-
-
 def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
     """bf16 would round adapters of this size away."""
     model = tiny.model()

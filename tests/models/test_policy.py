@@ -16,17 +16,16 @@ BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 LAYOUT = BATCH.layout()
 
 
-def _plain(causal_lm, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logprobs, entropy) [N] of the responses from the model's logits, row by row."""
-    logprobs, entropy = [], []
+def _plain(causal_lm, temperature: float = 1.0) -> torch.Tensor:
+    """Return the logprobs [N] of the responses from the model's logits, row by row."""
+    logprobs = []
     for row, length in enumerate(BATCH.lengths.tolist()):
         ids = LAYOUT.input_ids[row : row + 1, :length]
         start = int(BATCH.prompt_lengths[row])
         with torch.no_grad():
             p = (causal_lm(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
         logprobs.append(p.gather(1, ids[0, start:, None])[:, 0])
-        entropy.append(-(p.exp() * p).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropy)
+    return torch.cat(logprobs)
 
 
 def test_the_trunk_runs_once_for_both_heads() -> None:
@@ -44,7 +43,7 @@ def test_the_trunk_runs_once_for_both_heads() -> None:
 def test_response_logprobs_are_those_of_each_sequence_alone(architecture: str) -> None:
     model = LanguageModel(tiny.model(architecture))
     actual = model.response_logprobs(BATCH, temperature=0.7)
-    wanted, _ = _plain(model.causal_lm, temperature=0.7)
+    wanted = _plain(model.causal_lm, temperature=0.7)
     # fp32, padded rows against rows alone
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     assert not actual.requires_grad
@@ -73,7 +72,7 @@ def test_bf16_products_leave_weights_and_statistics_in_fp32() -> None:
     assert {part.dtype for part in actual} == {torch.float32}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
-    assert (actual.logprobs - _plain(actor.causal_lm)[0]).abs().max() < 0.2
+    assert (actual.logprobs - _plain(actor.causal_lm)).abs().max() < 0.2
 
 
 # ------------------------------------------------------------------------------- unsupported models

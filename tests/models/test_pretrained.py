@@ -82,22 +82,14 @@ def test_allowed_missing_weights_are_returned(tmp_path) -> None:
         load_whole(kind, name, "reward", num_labels=1)
 
 
-def test_damaged_files_are_named(tmp_path) -> None:
+def test_missing_weights_and_weights_of_another_size_are_named(tmp_path) -> None:
     model = Path(tiny.saved_model(tmp_path / "sft"))
-    whole = (model / "model.safetensors").read_bytes()
-    (model / "model.safetensors").write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
-        load_causal_lm(str(model))
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
-        load_causal_lm(str(model))
-    (model / "model.safetensors").write_bytes(whole)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
     with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
         load_causal_lm(str(model))
-    (model / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"model {model}: .*valid JSON"):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
         load_causal_lm(str(model))
 
 
@@ -105,9 +97,6 @@ def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     tiny.model().save_pretrained(tmp_path)
     says = f"model {tmp_path} has no tokenizer; save it with the model by tokenizer.save"
     with pytest.raises(ValueError, match=says):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=f"model {tmp_path}: the tokenizer cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
 

@@ -180,15 +180,6 @@ def test_logits_that_are_not_finite_give_nan_logprobs() -> None:
     assert ((draws.tokens >= 0) & (draws.tokens < 600)).all()
 
 
-def test_scratch_with_more_rows() -> None:
-    scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(8))
-    scratch = scratch_for(scores)
-    draw(scores, _uniforms(8), scratch=scratch)
-    actual, wanted = (draw(scores[:3], _uniforms(3), scratch=memory) for memory in (scratch, None))
-    assert torch.equal(actual.tokens, wanted.tokens)
-    assert torch.equal(actual.logprobs, wanted.logprobs)
-
-
 # ------------------------------------------------------------------------------- top-k and top-p
 
 SCORES = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))

@@ -61,7 +61,8 @@ def test_the_loss_with_margin_and_centering_in_closed_form() -> None:
 def test_the_trained_loss_does_not_depend_on_the_batch_size(
     architecture: str, tmp_path: Path
 ) -> None:
-    """With margin and centering; a list of six pairs has the weight of one pair."""
+    """With margin and centering, and batches of 1, and of 2 and 1; a list of six pairs has the
+    weight of one pair."""
     rows = [
         {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]},
         {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5},
@@ -79,11 +80,11 @@ def test_the_trained_loss_does_not_depend_on_the_batch_size(
             both = torch.tensor(scores)
             losses.append(bradley_terry_loss(both[:, 0], both[:, 1], margin, center_coef=0.3))
     expected = sum(losses).item() / 3
-    for size in (1, 3):
+    for size, accumulation in ((1, 3), (2, 2)):
         config = reward_config(
             tmp_path,
             batch_size=size,
-            gradient_accumulation=3 // size,
+            gradient_accumulation=accumulation,
             center_coef=0.3,
             output_dir=str(tmp_path / str(size)),
         )
@@ -100,8 +101,6 @@ def test_the_trained_loss_does_not_depend_on_the_batch_size(
     [
         ([0.75, 0.75, 0.75, 0.25], 0.0),  # confidence 3/4, correct three times of four
         ([0.95, 0.05], 0.45),  # confident, correct half the time
-        ([0.95] * 4, 0.05),
-        ([0.55] * 4, 0.45),  # unsure, always correct
         ([0.95, 0.95, 0.65, 0.35], (2 * 0.05 + 2 * 0.15) / 4),
     ],
 )
@@ -238,7 +237,3 @@ def test_lora_trains_adapters_and_head_and_saves_a_plain_model(tmp_path: Path) -
     assert "score.weight" in moved
     assert len(moved) > 1
     assert not any("wte" in name or "wpe" in name or "ln_" in name for name in moved)
-    chosen = RewardModel(str(tmp_path / "run"))(
-        [row["prompt"] for row in PAIRS], [row["chosen"] for row in PAIRS]
-    )
-    assert sum(chosen) / len(chosen) == pytest.approx(0, abs=1e-5)

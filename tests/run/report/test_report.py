@@ -195,25 +195,18 @@ def test_a_greedy_evaluation_is_drawn_once_and_named(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("after", "error", "says"),
-    [
-        (-1.0, 0.0, "held-out reward (greedy) unchanged, KL 0.4 nats"),
-        (-0.9, 0.08, "held-out reward (greedy) +0.1 ± 0.1 (no change beyond noise), KL 0.4 nats"),
-    ],
-)
-def test_unchanged_greedy_responses_stand_beside_improved_sampled_ones(
-    after: float, error: float, says: str
-) -> None:
-    last = {"eval/reward": after, "eval/greedy/reward": after, "eval/reward_error": error}
+def test_unchanged_greedy_responses_stand_beside_improved_sampled_ones() -> None:
+    last = {"eval/reward": -1.0, "eval/greedy/reward": -1.0, "eval/reward_error": 0.0}
     records = [{"reward": i / 10, "kl": 0.4} for i in range(20)]
-    records[0] |= {"before/reward": -1.0, "before/reward_error": error}
+    records[0] |= {"before/reward": -1.0, "before/reward_error": 0.0}
     records[-1] |= last
-    assert summarize(records) == f"Training reward (sampled) +1.80 ± 0.07; {says}"
+    assert summarize(records) == (
+        "Training reward (sampled) +1.80 ± 0.07; held-out reward (greedy) unchanged, KL 0.4 nats"
+    )
     for record in records:
         record["reward"] = 0.0
     records[5]["reward"] = 1.0
-    assert summarize(records) == says[0].upper() + says[1:]
+    assert summarize(records) == "Held-out reward (greedy) unchanged, KL 0.4 nats"
 
 
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
