@@ -33,13 +33,6 @@ def _refused(arguments: list[str]) -> str:
     return lines[0]
 
 
-def test_a_line_of_the_prompts_is_refused_with_file_and_line(folder: Folder) -> None:
-    path = folder.path / "broken.jsonl"
-    path.write_text('{"prompt": "w1"}\n{"prompt": "w')
-    message = _refused(folder.flags(prompts=path))
-    assert message.startswith(f"fastppo: {path}, line 2: not valid JSON")
-
-
 def test_a_damaged_dataset_is_refused_by_name(folder: Folder) -> None:
     from datasets import Dataset
 

@@ -43,18 +43,12 @@ def _prompts(count: int = 2) -> Prompts:
     return Prompts(texts, ids, {"name": [f"n{i}" for i in range(count)]})
 
 
-def _chat() -> Prompts:
-    messages = [{"role": "user", "content": "w5"}]
-    return Prompts([messages], [[4, 8, 3]], {})
-
-
 def _run(
     make: Any, turns: list[list[int]], prompts: Prompts | None = None, **options: Any
 ) -> tuple[Prompts, Rollout, Scripted]:
     options = {"max_turns": 4, **options}
     engine = Scripted(turns)
-    chat = prompts is not None and not isinstance(prompts.prompts[0], str)
-    episode_runner = Turns(make, tiny.tokenizer(chat=chat), **options)
+    episode_runner = Turns(make, tiny.tokenizer(), **options)
     sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
     return *episode_runner.run(prompts or _prompts(), engine, sampling), engine
 
