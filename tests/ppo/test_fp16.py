@@ -87,5 +87,5 @@ def test_a_nonfinite_number_without_overflow_skips_the_step(broken: str, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_trained_weights_must_be_fp32(dtype: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="scales gradients of fp32 weights, so what is trained"):
+    with pytest.raises(ValueError, match="scales gradients of fp32 weights, so trained weights"):
         make_trainer(tmp_path, model_dtype=dtype, **FP16)
