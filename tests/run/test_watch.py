@@ -76,7 +76,7 @@ def test_a_threshold_is_parsed_and_printed(text: str, expected: Threshold) -> No
     assert parse_threshold(str(expected)) == expected
 
 
-@pytest.mark.parametrize("text", ["kl => 20", "kl > nan", 20])
+@pytest.mark.parametrize("text", ["kl => 20", "kl > x", "kl > nan", 20])
 def test_other_texts_are_refused_with_the_name_of_the_option(text) -> None:
     with pytest.raises(ValueError, match=r"warn_if must be like `kl > 20`: .*; got") as caught:
         parse_threshold(text, "warn_if")
