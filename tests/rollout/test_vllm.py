@@ -112,6 +112,7 @@ def test_vllms_outputs_become_a_rollout(listener: Listener) -> None:
     assert rollout.logprobs is rollout.sampler_logprobs
     restricted = listening_engine().generate(PROMPTS, Sampling(4, top_p=0.9))
     assert restricted.logprobs is None, "these are not of the whole vocabulary"
+    assert listening_engine().generate([], Sampling(4)).tokens == []
     assert (rollout.values, rollout.final_values) == (None, None)
 
 
