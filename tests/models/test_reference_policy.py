@@ -120,8 +120,9 @@ def test_a_loss_with_reference_states_has_the_policys_gradient(kind: str) -> Non
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * scale)
 
 
-def test_a_reference_has_no_state_before_its_first_refresh() -> None:
-    _, reference, _ = _case("adapters")
+@pytest.mark.parametrize("kind", ["frozen", "adapters"])
+def test_a_reference_has_no_state_before_its_first_refresh(kind: str) -> None:
+    _, reference, _ = _case(kind)
     assert reference.state_dict() == {}
     reference.load_state_dict({})
     assert not reference.refreshed
