@@ -1,6 +1,6 @@
 """The project's claims for a CPU: `python -m benchmarks claims`.
 
-Each claim is the median ratio of neighbouring calls. FastPPO and the other provider alternate, so a
+Each claim is the median ratio of neighboring calls. FastPPO and the other provider alternate, so a
 busy machine slows both. Providers are checked against fp64 first.
 """
 

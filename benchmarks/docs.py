@@ -176,7 +176,7 @@ def _claims(record: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "Claims, checked by `fastppo bench claims`. Each ratio is the median over pairs of "
-            f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}). Eager is "
+            f"neighboring calls in one run ({record['claims_measured']['date'][:10]}). Eager is "
             "plain PyTorch:",
             table(
                 ["ratio", "measured", "target", "result"],

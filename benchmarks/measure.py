@@ -8,7 +8,7 @@
   tensors inside operators.
 - Ceilings: a large copy and two large matrix products, square and as wide as a vocabulary, timed in
   the same run.
-- Ratios: the median ratio of neighbouring calls of two functions. A busy machine slows both.
+- Ratios: the median ratio of neighboring calls of two functions. A busy machine slows both.
 - Error: max |x − truth| in units of the output's scale (`case.Truth`); for gradients also
   mean |x − truth| over mean |truth|.
 """
@@ -164,7 +164,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """Make a ratio from the times of neighbouring calls, (numerator, denominator)."""
+        """Make a ratio from the times of neighboring calls, (numerator, denominator)."""
         quotients = [numerator / denominator for numerator, denominator in pairs]
         numerators, denominators = zip(*pairs, strict=True)
         seconds = statistics.median(numerators), statistics.median(denominators)

@@ -251,7 +251,7 @@ def compare(options: Options, progress: Any = lambda line: None) -> dict[str, An
     """Run both trainers, alternating iterations.
 
     Returns:
-        Median seconds per iteration of each trainer, FLOP, the median ratio of neighbouring
+        Median seconds per iteration of each trainer, FLOP, the median ratio of neighboring
         iterations, and median seconds of FastPPO's phases.
 
     Raises:

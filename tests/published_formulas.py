@@ -1,7 +1,7 @@
 """The published formulas, transcribed from the papers in plain fp64 NumPy.
 
 Sums are written as in the papers (GAE as the explicit sum over future residuals, a softmax as a
-quotient of exponentials), so they share no technique with the implementation. The papers maximise;
+quotient of exponentials), so they share no technique with the implementation. The papers maximize;
 losses are negated.
 
     GAE        Schulman et al. 2016, "High-dimensional continuous control using generalized

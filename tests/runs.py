@@ -124,7 +124,7 @@ def experience_of(
 
 
 def one_step(trainer: PPOTrainer, **options: Any) -> PPOConfig:
-    """The trainer's options with one optimiser step per iteration."""
+    """The trainer's options with one optimizer step per iteration."""
     return replace(trainer.config, **{"ppo_epochs": 1, "minibatches": 1, **options})
 
 
@@ -183,7 +183,7 @@ def assert_learns(trainer: PPOTrainer) -> None:
 
 
 def update_gradients(tmp_path: Path, **options: Any) -> dict[str, Tensor]:
-    """The gradient of each parameter in one optimiser step on one rollout."""
+    """The gradient of each parameter in one optimizer step on one rollout."""
     one_step = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9}
     trainer = make_trainer(tmp_path, **{"value_head": "gradient", **one_step, **options})
     torch.manual_seed(5)

@@ -180,7 +180,7 @@ def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**_grpo(), **run}))
     assert cli.main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
-    assert "to 8 prompts; 1 optimiser step" in " ".join(capsys.readouterr().out.split())
+    assert "to 8 prompts; 1 optimizer step" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:

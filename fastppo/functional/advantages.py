@@ -1,4 +1,4 @@
-"""Advantages: shaped rewards, generalised advantage estimation, whitening.
+"""Advantages: shaped rewards, generalized advantage estimation, whitening.
 
     r_t = −β·KL_t, plus the score on the last response token
     δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
@@ -41,7 +41,7 @@ def gae(
     bootstrap: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over padded or packed sequences.
+    """Generalized advantage estimation over padded or packed sequences.
 
     Args:
         rewards, values: [B, T], or packed [total] with `cu_seqlens`; any float dtype, summed in

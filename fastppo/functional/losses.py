@@ -313,7 +313,7 @@ def linear_ppo_loss(
 
     `chunk_size` rows of logits at a time are computed and replaced by their gradient, which gives
     the gradients of hidden and weight: 6·N·H·V FLOP, against 8·N·H·V with recomputed logits. Masked
-    rows never reach the head. (Counting them synchronises once with a GPU. In a graph capture and
+    rows never reach the head. (Counting them synchronizes once with a GPU. In a graph capture and
     under `torch.compile` they pass with weight 0.) On a CPU, rows with a zero gradient skip the
     last two GEMMs.
 

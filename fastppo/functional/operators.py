@@ -67,7 +67,7 @@ def _advantage_functions_of(backend: str) -> ModuleType:
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
-    """Check tokens of non-zero weight against the vocabulary, if that does not synchronise with a
+    """Check tokens of non-zero weight against the vocabulary, if that does not synchronize with a
     GPU.
 
     FASTPPO_CHECK_TOKENS=1 checks everywhere.

@@ -1,6 +1,6 @@
 """Causal attention without a mask, for right-padded rows and for packed sequences.
 
-transformers builds a mask in every forward pass. It synchronises with the GPU to decide whether one
+transformers builds a mask in every forward pass. It synchronizes with the GPU to decide whether one
 is needed, and a mask keeps SDPA from its fastest kernels. Training needs no mask: tokens do not see
 padding on their right, and the bounds of packed sequences are known.
 

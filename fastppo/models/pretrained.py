@@ -1,7 +1,7 @@
 """Load models and tokenizers from a directory or hub name.
 
 Models that would load and then train wrongly are rejected: other kinds of models, and models with
-missing weights, which transformers initialises at random.
+missing weights, which transformers initializes at random.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_whole(
         auto_class: of transformers, such as AutoModelForCausalLM.
         what: name of the option, for the message.
         may_lack: called with the model and the name of a missing weight; whether the weight may be
-            initialised at random. By default none may.
+            initialized at random. By default none may.
 
     Returns:
         The model, and the names of its missing weights.

@@ -10,7 +10,7 @@ end of its backward pass. So `head.weight` is a plain tensor for the losses, tie
     unsharded(model)        gathers the whole model on every rank for a block, for rollouts and
                             saving; the block itself communicates nothing
 
-Gradients are summed, not averaged over ranks, as a loss is normalised over the whole minibatch.
+Gradients are summed, not averaged over ranks, as a loss is normalized over the whole minibatch.
 Trained weights, their gradients and moments are sharded in fp32. Models in half precision are
 gathered in half precision, so one GPU and many compute the same.
 """
@@ -145,7 +145,7 @@ def groups_of(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights; parameters are the optimiser's shards again."""
+    """Free gathered weights; parameters are the optimizer's shards again."""
     for group in groups_of(model):
         group.reshard()
 

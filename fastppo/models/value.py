@@ -2,7 +2,7 @@
 
     shared      a linear head on the policy's trunk; the value loss also trains the trunk
     detached    the same head; the value loss does not train the trunk
-    critic      a separate transformer, initialised from the policy, a reward model or a critic
+    critic      a separate transformer, initialized from the policy, a reward model or a critic
 
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
 when most values are wrong. The other two avoid this, at a higher cost.
@@ -89,7 +89,7 @@ class CriticValue(ValueFunction):
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
-    """Return a critic initialised with a copy of the policy's trunk."""
+    """Return a critic initialized with a copy of the policy's trunk."""
     width = causal_lm.get_output_embeddings().weight.shape[1]
     return CriticValue(copy.deepcopy(causal_lm.base_model), width)
 
@@ -127,7 +127,7 @@ def freeze_attention(trunk: nn.Module) -> None:
 
 
 def critic_of_reward_model(model: Any, name: str) -> CriticValue:
-    """Return a critic initialised from a reward model: the value of a state is the text's score.
+    """Return a critic initialized from a reward model: the value of a state is the text's score.
 
     Args:
         name: of the model, for messages.

@@ -3,7 +3,7 @@
 Each prompt has four demonstrations. Half of them are off by one or ten, and the fine-tuned model is
 wrong as often; PPO learns the right answers from the verifier. Held-out sums appear in no
 demonstration and no prompt. All numbers have two digits (07+15=22), so a digit's position gives its
-place value and the model can generalise.
+place value and the model can generalize.
 """
 
 from __future__ import annotations

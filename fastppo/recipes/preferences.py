@@ -1,7 +1,7 @@
 """`smollm2-preferences`: a reward model of preferences between SmolLM2's own sentences.
 
 SmolLM2 continues every prompt of `sentiment` several times. VADER labels pairs of continuations by
-sentiment, with noise like human labels. A reward model, initialised from SmolLM2, learns from these
+sentiment, with noise like human labels. A reward model, initialized from SmolLM2, learns from these
 pairs and trains the policy. VADER is the gold reward.
 """
 
@@ -80,7 +80,7 @@ def _continuations(
 def label(
     continued: dict[str, list[str]], score: Callable[..., list[float]], draw: random.Random
 ) -> Rows:
-    """Label pairs of neighbouring continuations by score; skip ties and empty texts."""
+    """Label pairs of neighboring continuations by score; skip ties and empty texts."""
     pairs: Rows = []
     for prompt, texts in continued.items():
         scores = score([prompt] * len(texts), texts)

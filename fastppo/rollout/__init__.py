@@ -155,7 +155,7 @@ class RolloutEngine(ABC):
     holds_weights: bool = False
     """Whether it keeps a copy of the weights, which `weights_changed` replaces."""
     ranks_together: int = 1
-    """Number of neighbouring ranks that decode the same prompts together."""
+    """Number of neighboring ranks that decode the same prompts together."""
 
     @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:

@@ -120,7 +120,7 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 def _likeliest_first(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Return (probabilities, tokens) in descending order, [B, V] or [B, CANDIDATES]."""
-    # On a GPU the test for enough candidates would synchronise.
+    # On a GPU the test for enough candidates would synchronize.
     if scores.device.type == "cpu" and scores.shape[1] > CANDIDATES:
         likeliest, tokens = scores.topk(CANDIDATES, dim=1)
         probabilities = (likeliest - scores.logsumexp(1, keepdim=True)).exp()

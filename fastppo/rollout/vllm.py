@@ -5,7 +5,7 @@ copied from memory at the start and after every update, and the prefix cache of 
 emptied. During an update on a GPU the engine sleeps: its weights and KV cache are freed until the
 next handover.
 
-With several ranks, each has an engine for its own rows, or `tensor_parallel_size` neighbours share
+With several ranks, each has an engine for its own rows, or `tensor_parallel_size` neighbors share
 one (vLLM's `external_launcher`). Weights are handed over one by one: all ranks gather a tensor,
 load it and free it before the next.
 
@@ -59,7 +59,7 @@ class VLLMEngine(RolloutEngine):
         tokenizer: for stop strings.
         batch_size: maximum number of responses decoded at once; None is vLLM's default.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
-        tensor_parallel_size: number of neighbouring ranks that share one engine.
+        tensor_parallel_size: number of neighboring ranks that share one engine.
         world: the ranks.
         options: further keywords of `vllm.LLM`, which override ours.
 

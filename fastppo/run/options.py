@@ -230,7 +230,7 @@ class WeightOptions(Options):
 
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Dtype of the model's weights; with bfloat16 the optimiser of PPO keeps float32 master "
+        "Dtype of the model's weights; with bfloat16 the optimizer of PPO keeps float32 master "
         "weights, those of SFT and the reward model do not and small updates are rounded away",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(

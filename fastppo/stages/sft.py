@@ -37,7 +37,7 @@ from fastppo.stages.supervised import SupervisedTrainer, save_model, stage_world
 
 
 class _SFTTrainer(SupervisedTrainer):
-    """Trainer with the mean cross entropy over labelled tokens."""
+    """Trainer with the mean cross entropy over labeled tokens."""
 
     title = "SFT"
     entries = ("padded_states",)

@@ -125,7 +125,7 @@ def token_stats(
 def policy_term(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: Objective
 ) -> Tensor:
-    """Return the minimised term of each token [N], differentiable in its logprob:
+    """Return the minimized term of each token [N], differentiable in its logprob:
 
         clip    −min(ratio·A, clip(ratio)·A)                        Schulman et al. 2017, eq. 7
         cispo   −[clip(ratio)]·A·logprob                            MiniMax 2025 (MiniMax-M1)

@@ -19,7 +19,7 @@ accumulator: dW is written in the weight's dtype (the GEMM accumulates in fp32).
 Differences between backends and devices:
 
     rows of weight 0       skipped before the first GEMM if the host may read values: always on a
-                           CPU, elsewhere with `compact` (one synchronisation). Otherwise they pass
+                           CPU, elsewhere with `compact` (one synchronization). Otherwise they pass
                            through the GEMMs with a gradient of 0.
     rows without gradient  skip the last two GEMMs with the CPU's loops (`chunk_ppo_loss`)
     dW in fp32             cuBLAS multiplies 16-bit matrices into fp32. A CPU has no such product

@@ -116,7 +116,7 @@ def test_any_split_into_microbatches_gives_the_same_loss_and_gradients(
 def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
     trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool
 ) -> None:
-    """Flat token lists, split anywhere, also within sequences: weights carry the normaliser."""
+    """Flat token lists, split anywhere, also within sequences: weights carry the normalizer."""
     batch, length = trunk.mask.shape
     weights = fastppo.aggregation_weights(trunk.mask, aggregation, dtype=torch.float64)
     order = data.draw(st.permutations(range(batch * length)))

@@ -110,7 +110,7 @@ def our_run(folder: Path, policy: Any, critic: Any, drawn: list[Any], **options:
         "iterations": ITERATIONS,
         "learning_rate": LEARNING_RATE,
         "value_learning_rate": LEARNING_RATE,
-        "lr_schedule": "constant",  # TRL's falls by iteration, ours by optimiser step
+        "lr_schedule": "constant",  # TRL's falls by iteration, ours by optimizer step
         "stop_token_ids": [],
         "output_dir": str(folder / "run"),
     }

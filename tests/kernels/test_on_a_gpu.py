@@ -408,7 +408,7 @@ def steps(name: str) -> tuple[Step, list[Tensor]]:
     "name", ["loss", "loss, in place, factor", "head", "head, mask", "sequences"]
 )
 def test_captured_in_a_cuda_graph(name: str) -> None:
-    """A synchronisation makes a capture fail. The replay uses other numbers in the same memory."""
+    """A synchronization makes a capture fail. The replay uses other numbers in the same memory."""
     step, inputs = steps(name)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -39,7 +39,7 @@ def _count(rows: torch.Tensor) -> int:
 def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return states, values and all gradients of a loss summed over the batches of these rows.
 
-    Random weights in the loss, since the mean or norm of a normalised state is constant, and its
+    Random weights in the loss, since the mean or norm of a normalized state is constant, and its
     gradient would be rounding noise.
     """
     states, values = [], []

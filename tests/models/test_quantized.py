@@ -133,4 +133,4 @@ def test_a_plan_counts_4_bit_weights(param_dtype: str, tmp_path: Path) -> None:
     saved = sum(count * size - quantized.bytes_of(count) for count in counts)
     for whole, small in zip(plans["none"].phases, plans["nf4"].phases, strict=True):
         assert whole.parts["policy weights"] - small.parts["policy weights"] == saved
-        assert small.parts["dequantised"] == max(counts) * size
+        assert small.parts["dequantized"] == max(counts) * size

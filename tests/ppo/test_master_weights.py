@@ -17,7 +17,7 @@ from runs import adamw, first_experience, make_trainer
 
 
 def _pair(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Parameter, Optimizer]:
-    """A weight of the dtype, one of fp32, and their optimiser."""
+    """A weight of the dtype, one of fp32, and their optimizer."""
     torch.manual_seed(0)
     rounded = nn.Parameter(torch.randn(3, 4).to(dtype))
     in_fp32 = nn.Parameter(torch.randn(5))

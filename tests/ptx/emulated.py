@@ -72,7 +72,7 @@ HARMLESS = "write after write of the same byte"
 
 NEIGHBOURS = ("global race of programs", "global read of what another program wrote")
 """Expected for in-place rows that are not 16-byte aligned. The first and last 16 bytes of a row are
-shared with its neighbours and are read but not used: the results' `raced` count stays 0."""
+shared with its neighbors and are read but not used: the results' `raced` count stays 0."""
 
 
 class Results(NamedTuple):

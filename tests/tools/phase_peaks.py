@@ -114,7 +114,7 @@ def measured(config: PPOConfig) -> Measured:
             console=Console(quiet=True),
         )
         assert trainer.prompts is not None
-        for _ in range(2):  # the optimiser states exist from the second rollout on
+        for _ in range(2):  # the optimizer states exist from the second rollout on
             trainer.iterate(trainer.prompts, config, RecordedPhases(config))
     return Measured(_peaks(profiled), _parts(trainer))
 
@@ -148,7 +148,7 @@ def _parts(trainer: PPOTrainer) -> dict[str, int]:
         "value function": [*value_function.parameters(), *([moments.moments] if moments else [])],
         "reference": [] if reference is None else [*reference.parameters(), *reference.buffers()],
         "fp32 masters": [x for x in trainer.optimizer.masters if id(x) not in weights],
-        "optimiser states": states,
+        "optimizer states": states,
     }
     return {name: _bytes(tensors) for name, tensors in parts.items()}
 

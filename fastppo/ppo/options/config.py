@@ -183,12 +183,12 @@ class PPOConfig(
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimiser steps of an iteration without an early stop."""
+        """Optimizer steps of an iteration without an early stop."""
         return self.ppo_epochs * self.minibatches
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimiser steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.iterations * self.steps_per_iteration
 
 
@@ -316,7 +316,7 @@ def check_objective(config: PPOConfig) -> None:
         )
     if config.steps_per_iteration == 1 and (is_penalty or config.early_stop_kl is not None):
         raise ValueError(
-            "objective=penalty and early_stop_kl measure the KL between the optimiser steps of an "
+            "objective=penalty and early_stop_kl measure the KL between the optimizer steps of an "
             "iteration, so ppo_epochs · minibatches must be > 1"
         )
     config.have_effect_only(
@@ -426,7 +426,7 @@ def check_advantages(config: PPOConfig) -> None:
         )
     if kind == "group" and config.whiten_advantages == "full":
         raise ValueError(
-            "advantage=group normalises the samples of each prompt, so whiten_advantages must be "
+            "advantage=group normalizes the samples of each prompt, so whiten_advantages must be "
             "none or variance"
         )
     fixed_lam = is_gae and config.lam_alpha is None

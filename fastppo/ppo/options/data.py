@@ -36,7 +36,7 @@ class PretrainingOptions(Options):
         0.0, "γ: weight of the language-model loss on pretraining text", minimum=0
     )
     ptx_data: str = option("", "Pretraining text: rows with a `text` column, given like prompts")
-    ptx_batch_size: int = option(8, "Blocks of text per optimiser step, sequences", minimum=1)
+    ptx_batch_size: int = option(8, "Blocks of text per optimizer step, sequences", minimum=1)
     ptx_block_size: int = option(256, "Length of a block of text, tokens", minimum=2)
 
 

@@ -59,7 +59,7 @@ class ValueOptions(Options):
     )
     value_head: Literal["auto", "closed_form", "gradient"] = option(
         "auto",
-        "closed_form: ridge regression of the returns after each update; gradient: the optimiser; "
+        "closed_form: ridge regression of the returns after each update; gradient: the optimizer; "
         "auto: gradient for value_model=critic, else closed_form",
     )
     value_warmup_iterations: int = option(

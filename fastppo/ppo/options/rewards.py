@@ -38,7 +38,7 @@ class RewardOptions(Options):
         "running: divide scores by their running standard deviation; batch: whiten each batch",
     )
     score_clip: float | None = option(
-        None, "Clamp scores to ±this after normalisation, in reward units", above=0
+        None, "Clamp scores to ±this after normalization, in reward units", above=0
     )
     reward_ensemble: Sequence[str] = option(
         [], "Reward models to combine into one reward, named `ensemble`"

@@ -51,7 +51,7 @@ class RolloutOptions(Options):
         0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
     )
     vllm_tensor_parallel_size: int = option(
-        1, "Neighbouring processes that share one vLLM by tensor parallelism", minimum=1
+        1, "Neighboring processes that share one vLLM by tensor parallelism", minimum=1
     )
     async_steps: int = option(
         0,

@@ -36,7 +36,7 @@ class RunOptions(Options):
 
     output_dir: str = option("runs/ppo", "Run directory")
     seed: int = option(
-        0, "Seed of sampling, shuffling and initialisation", minimum=0, maximum=2**32 - 1
+        0, "Seed of sampling, shuffling and initialization", minimum=0, maximum=2**32 - 1
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     checkpoint_interval: int = option(

@@ -1,4 +1,4 @@
-"""Options of the update: loss, KL, advantages, optimiser, and schedules of coefficients."""
+"""Options of the update: loss, KL, advantages, optimizer, and schedules of coefficients."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class UpdateOptions(Options):
 
     iterations: int = option(100, "PPO iterations: a rollout, then an update", minimum=1)
     ppo_epochs: int = option(4, "Epochs over each rollout batch", minimum=1)
-    minibatches: int = option(4, "Optimiser steps per epoch", minimum=1)
+    minibatches: int = option(4, "Optimizer steps per epoch", minimum=1)
     microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
     microbatch_tokens: int | None = option(
         None,
@@ -181,7 +181,7 @@ class OptimizerOptions(Options):
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", "Learning rate after warmup: constant, or decay to 0 over the run"
     )
-    warmup_steps: int = option(0, "Linear warmup, optimiser steps", minimum=0)
+    warmup_steps: int = option(0, "Linear warmup, optimizer steps", minimum=0)
     optimizer: str = option(
         "adamw",
         "adamw, or a class or function over parameter groups: package.module:Name or "

@@ -2,15 +2,15 @@
 
 The models are built as for training (`run_models`), from their config.json, on fake tensors: shape,
 dtype and no memory (`shapes`). Several processes hold a shard each of policy, value function,
-reference, optimiser states and gradients, with trained weights in fp32. The parts of a phase:
+reference, optimizer states and gradients, with trained weights in fp32. The parts of a phase:
 
     policy weights     with adapters, frozen weights in the dtype of the products, or in 4 bits
-    dequantised        the largest 4-bit matrix, while in use
+    dequantized        the largest 4-bit matrix, while in use
     value function     the head, the moments of its regression, and a critic
     reference          none with adapters
     reward models      whole in each process; only those with a readable config
     fp32 masters       of trained bf16 weights, in one process; shards are fp32 themselves
-    optimiser states   AdamW's two moments
+    optimizer states   AdamW's two moments
     gathered           unsharded weights: the whole policy in a rollout; in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def minibatch(self) -> int:
-        """Sequences of an optimiser step."""
+        """Sequences of an optimizer step."""
         return self.share(self.config.rollout_batch_size // self.config.minibatches)
 
     @property
@@ -322,7 +322,7 @@ class Process:
         masters = 4 * count(p for p in trained if p.dtype in HALVES)
         if self.run.is_sharded:
             masters = 0
-        parts = {"fp32 masters": masters, "optimiser states": states // self.run.shards}
+        parts = {"fp32 masters": masters, "optimizer states": states // self.run.shards}
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
     def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:
@@ -339,17 +339,17 @@ class Process:
             return size
 
         policy = held(self.policy.causal_lm)
-        dequantised = 0
+        dequantized = 0
         if self.config.quantization != "none":
             for matrix in quantized.matrices(self.policy.causal_lm):
                 size = bytes_of([matrix.weight])
                 policy += quantized.bytes_of(matrix.weight.numel()) - size
-                dequantised = max(dequantised, size)
+                dequantized = max(dequantized, size)
         reference = 0 if self.reference is None else held(self.reference)
         value_function = held(self.policy.value_function) // shards
         return {
             "policy weights": policy // shards,
-            "dequantised": dequantised,
+            "dequantized": dequantized,
             "value function": value_function + self.regression_bytes,
             "reference": reference // shards,
             "reward models": sum(map(held, self.reward_models)),

@@ -123,7 +123,7 @@ def odd_options(config: PPOConfig) -> list[str]:
     sentences = []
     if config.warmup_steps > config.optimizer_steps:
         sentences.append(
-            f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimiser "
+            f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimizer "
             "steps and ends before its peak learning rate"
         )
     if config.top_k > 0 or config.top_p < 1:

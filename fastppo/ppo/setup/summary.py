@@ -57,12 +57,12 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
         (
             "an iteration",
             f"{counted(config.rollout_batch_size, 'response')} of at most {longest} tokens to "
-            f"{asked}; {counted(config.steps_per_iteration, 'optimiser step')}",
+            f"{asked}; {counted(config.steps_per_iteration, 'optimizer step')}",
         ),
         (
             "the run",
             f"{counted(config.iterations, 'iteration')}, "
-            f"{counted(config.optimizer_steps, 'optimiser step')}, "
+            f"{counted(config.optimizer_steps, 'optimizer step')}, "
             f"at most {responses * turns * config.max_new_tokens:,} generated tokens",
         ),
         ("written to", config.output_dir),

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation, reward shaping and whitening as Triton kernels.
+"""Generalized advantage estimation, reward shaping and whitening as Triton kernels.
 
 For the valid tokens of a sequence, with "next" the next *valid* token,
 
@@ -32,7 +32,7 @@ unused slot per sequence.
 
 Launches: `gae` 1, or 2 for sequences longer than a chunk. `shaped_advantages` 2 (the kernel and a
 one-program sum), or 4. `whiten` 1 with moments, otherwise 3. There are no waits for other programs,
-float atomics or host synchronisations. The order of every sum is fixed, so the same inputs give the
+float atomics or host synchronizations. The order of every sum is fixed, so the same inputs give the
 same bits.
 
 Precision. Inputs are bf16, fp16 or fp32, results fp32. Blocks are scanned in fp32 trees. U and the
@@ -257,7 +257,7 @@ def _whole_block(a, b, lane):
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Sizes vary from batch to batch and are not specialised: a kernel must not be compiled again
+# Sizes vary from batch to batch and are not specialized: a kernel must not be compiled again
 # because one is 1 or a multiple of 16, and padded and packed batches must run the same
 # instructions.
 _SIZES = ["total", "batch", "length", "row_chunks", "search_steps"]
@@ -510,7 +510,7 @@ def _whiten_kernel(
     BLOCK: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Whiten STEPS blocks of a flat tensor, unmasked inside it, so that loads are vectorised."""
+    """Whiten STEPS blocks of a flat tensor, unmasked inside it, so that loads are vectorized."""
     mean_high, mean_low, scale = _whitening(moments_ptr)
     start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     lane = tl.arange(0, BLOCK)

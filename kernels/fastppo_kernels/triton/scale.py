@@ -33,7 +33,7 @@ def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """x ← x·factor in place, for a 0-d fp32 factor on the device of x; returns x.
 
-    A factor of 1 reads and writes nothing, without synchronisation. The product is in fp32.
+    A factor of 1 reads and writes nothing, without synchronization. The product is in fp32.
 
     Args:
         x: contiguous, or [N, V] or [B, T, V] with a dense last axis; bf16, fp16 or fp32.

@@ -1,7 +1,7 @@
 """Rows of logits in the kernels: their addresses and tiles, and the decisions of a launch.
 
 A program takes whole rows, a tile at a time. If Triton can prove that rows start on 16 bytes, loads
-are vectorised. If every row has the same offset from a 16-byte boundary as its row of the gradient
+are vectorized. If every row has the same offset from a 16-byte boundary as its row of the gradient
 and of the reference, places count from the boundary (`phased`), and the ends of the row are masked.
 Otherwise a thread loads one element at a time.
 
@@ -98,7 +98,7 @@ def _from_boundary(start, first, cut):
 def logit_at(view, index, token, vocab):
     """Load the token's logit; NaN for a token outside the vocabulary.
 
-    It is read before the first sweep, whose reductions synchronise all threads: no thread can have
+    It is read before the first sweep, whose reductions synchronize all threads: no thread can have
     written an in-place gradient yet.
     """
     known = (token >= 0) & (token < vocab)
@@ -156,7 +156,7 @@ def load_whole(entries, start, softmax, cut, HINT: tl.constexpr):
 def load_part(row, start, left_out, softmax, BLOCK: tl.constexpr, cut, HINT: tl.constexpr):
     """Return (scores, slopes) of a partial tile, −inf outside the row and at place `left_out`."""
     columns = tl.arange(0, BLOCK)
-    # A phased row shares its first and last 16 bytes with its neighbours; they are read, not used.
+    # A phased row shares its first and last 16 bytes with its neighbors; they are read, not used.
     read = (columns // cut.vector * cut.vector if cut.phased else columns) < row.end - start
     x = tl.load(row.entries + start + columns, read, other=-float("inf"), eviction_policy=HINT)
     values, slope = capped(x.to(tl.float32), softmax)

@@ -39,7 +39,7 @@ def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
 
 
 def assert_parts(plan: Plan, run: Measured) -> None:
-    """Compare the lasting parts. Step counters of the optimiser and uneven shards are tolerated."""
+    """Compare the lasting parts. Step counters of the optimizer and uneven shards are tolerated."""
     for part, size in run.parts.items():
         assert sizes(plan, "rollout")[part] == pytest.approx(size, rel=0.01, abs=1000), part
 
@@ -165,7 +165,7 @@ def test_the_command_prints_parts_phases_and_a_summary(tmp_path: Path, capsys) -
     assert cli.main([*flags, "--memory", "80"]) == 0
     shown = capsys.readouterr().out
     assert f"fits 80 GB: {need} at its peak, the update; the largest part, " in shown
-    for word in ("policy weights", "optimiser states", "rollout", "logits"):
+    for word in ("policy weights", "optimizer states", "rollout", "logits"):
         assert word in shown
     assert cli.main(flags) == 0
     shown = capsys.readouterr().out
@@ -191,7 +191,7 @@ def test_shards_divide_the_optimizer_states(tmp_path: Path, capsys) -> None:
         assert cli.main([*flags, "--processes", "8", "--shard_size", str(shards)]) == 0
         shown = capsys.readouterr().out
         assert f"each of 8 processes; {shards} share one copy of the weights" in shown
-        weights[shards] = float(re.findall(r"optimiser states\W+0.000\W+([\d.]+)", shown)[0])
+        weights[shards] = float(re.findall(r"optimizer states\W+0.000\W+([\d.]+)", shown)[0])
     assert weights[2] == pytest.approx(4 * weights[8], rel=0.01)
 
 

@@ -1,5 +1,5 @@
 // Draws the charts with uPlot: drag to zoom, double-click to reset, values under the cursor.
-// The colours follow the page's light or dark scheme.
+// The colors follow the page's light or dark scheme.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const HEIGHT = 210;  // pixels
@@ -7,7 +7,7 @@ const HEIGHT = 210;  // pixels
 const STEPS = Array.from({length: 25}, (_, i) => [1, 2, 5].map((step) => Number(`${step}e${i - 12}`))).flat();
 const WHOLE = STEPS.filter((step) => step >= 1);
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 const number = (value) => {
   if (value === null || value === undefined) return "–";
@@ -51,10 +51,10 @@ function tooltip(chart) {
 const areWhole = (chart) => chart.series.every((each) =>
   each.right || each.values.every((value) => value === null || Number.isInteger(value)));
 
-const tint = (i) => colour(`--curve-${i % 8}`);
+const tint = (i) => color(`--curve-${i % 8}`);
 
 function draw(chart, place) {
-  const ink = colour("--soft"), grid = {stroke: colour("--line"), width: 1};
+  const ink = color("--soft"), grid = {stroke: color("--line"), width: 1};
   const axis = {stroke: ink, grid, ticks: grid, font: "11px system-ui", labelFont: "11px system-ui"};
   const labels = (_, ticks) => ticks.map(number);
   const series = chart.series.map((each, i) => ({
