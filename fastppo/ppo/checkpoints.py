@@ -232,6 +232,7 @@ class Checkpoints:
         newest = self.world.on_main_rank(self._newest)
         if newest is None:
             return False
+        self._check_optimizer(newest)
         self._load(newest.path)
         self.world.on_main_rank(lambda: self._tidy(newest))
         self.newest = newest.path
@@ -242,6 +243,17 @@ class Checkpoints:
             ended = "; the run is complete, a larger --iterations continues it"
         self.say(f"resuming from {newest.path}{ended}")
         return True
+
+    def _check_optimizer(self, newest: manifest.Newest) -> None:
+        """Raise ValueError if the checkpoint has the state of another optimizer."""
+        before = newest.owner["run"]["options"]
+        for name in ("optimizer", "optimizer_options"):
+            if before[name] != getattr(self.config, name):
+                raise ValueError(
+                    f"{newest.path}: {name} was {before[name]}, got "
+                    f"{getattr(self.config, name)}. A resumed run keeps its optimizer; a new run "
+                    "can start from its policy"
+                )
 
     def _load(self, path: Path) -> None:
         saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)

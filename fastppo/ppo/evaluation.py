@@ -21,6 +21,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.metrics import policy_metrics, response_metrics
+from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
@@ -64,7 +65,10 @@ def evaluate_policy(
         texts; `scores`; `rollout`.
     """
     options = trainer.config.at(trainer.state.iteration)
-    with random_state_restored(options.seed):
+    with (
+        random_state_restored(options.seed),
+        explain_out_of_memory("evaluation", options),
+    ):
         prompts, rollout = trainer.episode_runner.run(prompts, trainer.engine, sampling)
         scores = trainer.score(prompts, rollout, options, scorer)
     batch = Batch.of(prompts.token_ids, rollout.tokens, trainer.device, rollout.written)

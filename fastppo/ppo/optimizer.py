@@ -55,10 +55,17 @@ class Optimizer:
     ) -> None:
         self.weights: list[nn.Parameter] = [p for group in groups for p in group["params"]]
         """The model's trained weights."""
-        self.inner = make([{**g, "params": [_master(p) for p in g["params"]]} for g in groups])
-        self.masters: list[nn.Parameter] = [p for g in self.param_groups for p in g["params"]]
+        self.masters: list[nn.Parameter] = [_master(weight) for weight in self.weights]
         """The weights that the wrapped optimizer steps, in the same order. An fp32 weight is its
         own master."""
+        masters = dict(zip(self.weights, self.masters, strict=True))
+        self.inner = make([{**g, "params": [masters[p] for p in g["params"]]} for g in groups])
+        stepped = [id(p) for g in self.param_groups for p in g["params"]]
+        if stepped != [id(p) for p in self.masters]:
+            raise ValueError(
+                "an optimizer must keep the parameters of its groups, in the same order, got "
+                f"{len(stepped)} parameters for {len(self.masters)}"
+            )
         self.scaler = scaler or GradScaler("cpu", enabled=False)
         self.overflowed_steps = 0
         self._overflowed = False
@@ -216,35 +223,71 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
         elif parameters:
             groups.append({"params": parameters, **options})
     return Optimizer(
-        _maker(config),
+        optimizer_maker(config),
         groups,
         critic=head + critic_layers if config.value_model == "critic" else [],
         scaler=GradScaler(model.device.type, enabled=config.precision == "fp16"),
     )
 
 
-def _maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+def optimizer_maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """Return the function that makes the optimizer of the options from its parameter groups."""
     options = dict(config.optimizer_options or {})
+    for name in ("lr", "weight_decay"):
+        if name in options:
+            raise ValueError(
+                f"optimizer_options: {name} is an option of its own, "
+                f"{'learning_rate' if name == 'lr' else name}"
+            )
     if config.optimizer == "adamw":
         # On a CPU, the unfused loop takes ten times as long.
-        defaults = {"betas": (ADAM_BETA1, config.adam_beta2), "eps": ADAM_EPS, "fused": True}
-        return lambda groups: torch.optim.AdamW(groups, **{**defaults, **options})
-    make = load_callable(config.optimizer, "optimizer").function
+        options = {
+            "betas": (ADAM_BETA1, config.adam_beta2),
+            "eps": ADAM_EPS,
+            "fused": True,
+            **options,
+        }
+        make: Any = torch.optim.AdamW
+    else:
+        make = load_callable(config.optimizer, "optimizer").function
 
     def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             optimizer: Any = make(groups, **options)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             raise ValueError(f"optimizer={config.optimizer}: {error}") from error
         if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "state_dict")):
             raise ValueError(
                 f"optimizer={config.optimizer} must return a torch.optim.Optimizer, got "
                 f"{type(optimizer).__name__}"
             )
+        if not all("peak_lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer={config.optimizer} must keep the groups that it is given, with lr, "
+                "peak_lr and weight_decay"
+            )
         return optimizer
 
     return checked
+
+
+def check_optimizer(config: PPOConfig) -> None:
+    """Make the optimizer over a matrix and a vector, and take a step.
+
+    Raises:
+        ValueError: its class does not exist, does not take its options, or cannot step.
+    """
+    weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    if config.lora_rank and config.fits_value_head:
+        del weights[1]  # adapters are matrices
+    group = {"lr": config.learning_rate, "peak_lr": config.learning_rate, "weight_decay": 0.0}
+    optimizer = Optimizer(optimizer_maker(config), [{"params": weights, **group}])
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(f"optimizer={config.optimizer} cannot take a step: {error}") from error
 
 
 def _matrices(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -374,12 +374,13 @@ class PPOTrainer:
         def accumulate(limits: Limits) -> list[LossSums]:
             nonlocal attempts
             attempts += 1
+            if regression is not None and attempts > 1:
+                regression.begin_batch()  # it holds part of this minibatch already
             self.optimizer.zero_grad()
             parts = []
             for micro in minibatch.microbatches(limits, self.world):
                 loss, sums, value_states = self.loss(micro, options)
-                # A second attempt would count the tokens of the first one again.
-                if regression is not None and attempts == 1:
+                if regression is not None:
                     regression.add(value_states, micro)
                 if loss.requires_grad:
                     self.optimizer.backward(loss)

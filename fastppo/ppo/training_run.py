@@ -264,4 +264,10 @@ class TrainingRun:
             self.stop_request.end_phase()
 
     def _write_report(self) -> None:
-        self.world.on_main_rank(lambda: write_report(self.run_dir))
+        def write() -> None:
+            try:
+                write_report(self.run_dir)
+            except OSError as error:
+                raise RuntimeError(f"the report could not be written: {error}") from error
+
+        self.world.on_main_rank(write)

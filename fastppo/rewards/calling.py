@@ -14,9 +14,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
-import importlib
 import inspect
 import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +28,8 @@ from typing import Any
 LONGEST_MESSAGE = 500
 """Characters of an exception's text that a message shows."""
 
-INTERNAL_FILES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(importlib.__file__).parent}{os.sep}",
-    "<frozen ",
-)
-"""Prefixes of the files of this package and of Python's import system."""
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 SHUTDOWN_TIMEOUT = 1.0
 """Seconds to wait for coroutines that are cancelled."""
@@ -207,13 +203,20 @@ def place_of(error: BaseException | None) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__ if error else None)
-        if not frame.filename.startswith(INTERNAL_FILES)
+        if not _is_internal(frame.filename)
     ]
     if not frames:
         return ""
     frame = [f for f in frames if f.filename == frames[0].filename][-1]
     code = f": {frame.line}" if frame.line else ""
     return f" ({frame.filename}, line {frame.lineno}, in {frame.name}{code})"
+
+
+def _is_internal(file: str) -> bool:
+    """Whether a file belongs to this package or to Python itself."""
+    if "site-packages" in file.removeprefix(PACKAGE):
+        return False
+    return file.startswith((PACKAGE, STANDARD_LIBRARY, "<frozen "))
 
 
 def traceback_of(error: BaseException | None) -> str:

@@ -230,6 +230,8 @@ def finish(
 def failed(path: Path, error: Exception) -> CheckpointError:
     """The error for a checkpoint that could not be written."""
     older = checkpoints(path.parent)
+    if isinstance(error, RuntimeError):  # torch.save's message names a line of C++
+        error = RuntimeError(f"{OPTIMIZER} could not be written; is the disk full?")
     stays = f"the newest is {older[-1]}" if older else "there is none yet"
     return CheckpointError(f"checkpoint {path} could not be written: {error}; {stays}")
 

@@ -74,13 +74,18 @@ class RunLog:
             warnings: sentences, written under `warnings` if there are any.
         """
         record: dict[str, Any] = {self.index: number, **metrics}
-        if warnings:
-            record["warnings"] = list(warnings)
-            self._tensorboard.add_text("warnings", "\n\n".join(warnings), number)
-        append_lines(self.directory / "metrics.jsonl", [record])
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, number)
-        self._tensorboard.flush()
+        try:
+            if warnings:
+                record["warnings"] = list(warnings)
+                self._tensorboard.add_text("warnings", "\n\n".join(warnings), number)
+            append_lines(self.directory / "metrics.jsonl", [record])
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, number)
+            self._tensorboard.flush()
+        except OSError as error:
+            raise RuntimeError(
+                f"{self.directory}: records could not be written: {error}"
+            ) from error
 
     def ended(self, reason: str) -> None:
         """Add to parts.jsonl why the run ended before its last iteration."""

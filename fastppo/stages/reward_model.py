@@ -111,6 +111,8 @@ def calibration_error(difference: Tensor) -> float:
     Source: Guo et al. 2017.
     """
     p = torch.sigmoid(difference.double())
+    if not p.isfinite().all():
+        return math.nan
     predicted = torch.cat([p, 1 - p])
     outcome = torch.cat([torch.ones_like(p), torch.zeros_like(p)])
     index = (predicted * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)

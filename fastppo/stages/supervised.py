@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -231,7 +232,10 @@ class SupervisedTrainer(Trainer, ABC):
         with progress(self.title, console) as show, listening(self.world) as request:
             self.add_callback(ProgressBar(show))
             self.add_callback(Interruptions(request))
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            try:
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            except UnpicklingError as error:  # torch.load with weights_only=True
+                raise ValueError(f"{checkpoint} holds objects other than tensors") from error
         if request.stop and self.state.global_step < self.state.max_steps:
             raise self._stopped(request.stop)
         records = self.state.log_history

@@ -149,9 +149,28 @@ def test_a_custom_optimizer_gets_groups_and_options(tmp_path: Path) -> None:
         )
 
 
+def reversed_groups(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{**g, "params": g["params"][::-1]} for g in groups], **options)
+
+
+def flat_list(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for g in groups for p in g["params"]], **options)
+
+
+def test_another_optimizer_cannot_resume_a_checkpoint(tmp_path: Path) -> None:
+    make_trainer(tmp_path, optimizer="torch.optim:SGD", iterations=1).train()
+    resumed = make_trainer(tmp_path, resume=True, allow_config_change=True)
+    with pytest.raises(ValueError, match=r"optimizer was torch.optim:SGD, got adamw"):
+        resumed.train()
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options", "says"),
     [
+        (f"{__file__}:reversed_groups", {}, "must keep the parameters of its groups"),
+        (f"{__file__}:flat_list", {}, "must keep the groups that it is given"),
+        ("adamw", {"lr": 1}, "optimizer_options: lr is an option of its own, learning_rate"),
+        ("adamw", {"bogus": 1}, "optimizer=adamw: .*unexpected keyword"),
         ("torch.optim:Nothing", {}, "no function 'Nothing' there"),
         ("torch.optim:SGD", {"momenta": 1}, "optimizer=torch.optim:SGD: .*unexpected keyword"),
         ("torch.optim:SGD", {"momentum": -1}, "optimizer=torch.optim:SGD: Invalid momentum"),

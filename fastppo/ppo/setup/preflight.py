@@ -28,10 +28,11 @@ from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
+from fastppo.ppo.optimizer import check_optimizer
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
 from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
-from fastppo.rewards.loading import URL, load_callable, make_terms, match_function
+from fastppo.rewards.loading import URL, make_terms, match_function
 from fastppo.rewards.model import check_reward_model
 from fastppo.rewards.reward import Reward, RewardTerm, check_signature, try_reward
 
@@ -131,8 +132,7 @@ def preflight(
     rows = {source: rows for source, rows in sources.items() if rows is not None}
     policy_context, context = read_contexts(config, given)
     check_packages(config)
-    if config.optimizer != "adamw":
-        load_callable(config.optimizer, "optimizer")
+    check_optimizer(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     check_vocabularies(config, tokenizer)
     room = prompt_room(context, config.max_new_tokens)
@@ -384,6 +384,13 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
                 f"it is given {', '.join(keywords)}"
             ) from None
         return
+    if inspect.isclass(make):
+        missing = [name for name in ("reset", "step") if not hasattr(make, name)]
+        if missing:
+            raise ValueError(
+                f"environment: {make.__name__} has no method {missing[0]}; expected "
+                "reset(prompt, **columns) and step(text)"
+            )
     calls: dict[str, tuple[Any, list[Any]]] = {getattr(make, "__name__", "it"): (make, [])}
     if inspect.isclass(make):
         calls |= {
