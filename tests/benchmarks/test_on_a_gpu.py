@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.slow
 @pytest.mark.parametrize("part", on_a_gpu.PARTS)
 def test_each_part_runs_without_a_failure(part: str, capfd) -> None:
-    on_a_gpu.main([part, "--tiny", "--device", "cpu"])
+    on_a_gpu.main([part, "--tiny", "--device", "cpu", "--seconds", "3600"])
     printed = capfd.readouterr().out
     assert "FAILED" not in printed
     assert "skipped" not in printed
