@@ -73,7 +73,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(name: str, tmp_path: Path) -> 
     owner = manifest.read(checkpoint)
     (checkpoint / name).write_bytes(pickle.dumps(_Touch(tmp_path / "executed"), protocol=2))
     manifest.write(checkpoint, owner)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+    with pytest.raises(ValueError, match="holds objects other than tensors"):
         sft(sft_config(tmp_path, checkpoint_interval=1, epochs=2, resume=True))
     assert not (tmp_path / "executed").exists()
 
