@@ -26,6 +26,9 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+
 import command_line
 from command_line import Folder
 
