@@ -29,12 +29,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-import command_line
-from command_line import Folder
+import command_line  # noqa: E402
+from command_line import Folder  # noqa: E402
 
-from fastppo.recipes.catalogue import find
-from fastppo.recipes.run import OWNER, write_files
-from fastppo.run.log import read_jsonl
+from fastppo.recipes.catalogue import find  # noqa: E402
+from fastppo.recipes.run import OWNER, write_files  # noqa: E402
+from fastppo.run.log import read_jsonl  # noqa: E402
 
 RECIPE = "arithmetic"
 
