@@ -96,7 +96,7 @@ def table(device: torch.device, *, compiled: bool = True, count: int = CALLS) ->
             call()
             row = [name, str(len(launched)), f"{microseconds(call, count):.0f}"]
             traced = torch.compile(call, fullgraph=True) if compiled else None
-            row.append(f"{microseconds(traced, count):.0f}" if traced else "skipped")
+            row.append(f"{microseconds(traced, count):.0f}" if traced else "not compiled")
             row.append(f"{microseconds(_captured(call), count):.0f}" if on_gpu else "not measured")
             rows.append(row)
     return rows
