@@ -114,10 +114,10 @@ def loss_memory(trainer: Any) -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        trainer._compute_loss(model, inputs).backward()
+        trainer.compute_loss(model, inputs).backward()
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        trainer._compute_loss(model, inputs).backward()
+        trainer.compute_loss(model, inputs).backward()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = 0
     peak = 0

@@ -15,24 +15,37 @@ hidden states and the head's weight, so the full `[B, T, V]` logits are never st
 Soft-caps, logit scales, and trained or LoRA- and DoRA-adapted heads are supported. TRL's own path,
 with full logits, is used for models with images, prompt tuning, a load-balancing loss, an fp32
 lm-head under lower precision, dropout or a bias in the head's adapters, and FSDP2 in mixed
-precision. Tested with TRL 1.12.
+precision. TRL 1.15 and 1.16 refuse adapters on the head.
+
+Of TRL's private methods, only the one that computes statistics is overridden; everything else goes
+through public attributes. Tested with TRL 1.12 to 1.16.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import trl
+from packaging.version import Version
 from torch import Tensor
-from trl.models.utils import _ForwardRedirection
-from trl.trainer.utils import nanmax, nanmin
 
 from fastppo.functional.lm_head import head_weight, why_no_weight
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head, lm_head_of
+from fastppo.models.trunk import hidden_states
+
+TESTED = ("1.12", "1.16")
+"""The oldest and the newest tested release of TRL."""
+
+if not Version(TESTED[0]) <= Version(trl.__version__) < Version(f"{TESTED[1]}.999"):
+    raise ImportError(
+        f"fastppo.integrations.trl is tested with TRL {TESTED[0]} to {TESTED[1]}, and TRL "
+        f"{trl.__version__} is installed: pip install 'trl=={TESTED[1]}.*'"
+    )
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
 """Loss types that differ only in the weights of tokens."""
@@ -44,12 +57,26 @@ IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 class GRPOTrainer(trl.GRPOTrainer):
     """TRL's GRPOTrainer with FastPPO's loss and statistics; its arguments are TRL's."""
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._fused_metrics: defaultdict[str, list[float]] = defaultdict(list)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any
+    ) -> Tensor:
+        """Return the loss of a microbatch, 0-d."""
         images = any(value is not None for name, value in inputs.items() if name in IMAGES)
         if images or not _is_fused(self, inputs):
-            return super()._compute_loss(model, inputs)
+            return super().compute_loss(model, inputs, *args, **options)
         plain = self.accelerator.unwrap_model(model)
         return self._inside(model, lambda: self._fused_loss(plain, inputs))
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Add the means of the fused loss's metrics under TRL's names."""
+        prefix = "" if self.model.training else "eval_"
+        means = {prefix + name: sum(x) / len(x) for name, x in self._fused_metrics.items()}
+        self._fused_metrics.clear()
+        super().log(logs | means, *args, **options)
 
     def _inside(self, model: Any, function: Callable[[], Any]) -> Any:
         """Call a function in the wrapper's forward pass, where FSDP and DeepSpeed gather weights.
@@ -57,12 +84,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         It takes no arguments, because a wrapper may round those to bf16.
         """
         plain = self.accelerator.unwrap_model(model)
+        original = plain.forward
 
         def forward() -> Any:
+            plain.forward = original  # the function may call it
             with self.accelerator.autocast():  # normally applied to the model's forward
                 return function()
 
-        return _ForwardRedirection()(model, plain, forward)
+        plain.forward = forward
+        try:
+            return model()
+        finally:
+            plain.forward = original
 
     def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"]
@@ -70,7 +103,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             mask = mask * inputs["tool_mask"]
         mask = mask.bool()
         tokens = inputs["completion_ids"]
-        hidden = self._get_last_hidden_state(
+        hidden = _response_states(
             model,
             torch.cat([inputs["prompt_ids"], tokens], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
@@ -135,7 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, out: PPOLoss, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
     ) -> None:
         """Log TRL's metrics."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics = self._fused_metrics
         ratio = torch.exp(torch.where(mask, out.logprobs - old_logprobs, 0.0))
         low = (ratio < 1 - self.epsilon_low) & (advantages < 0)
         high = (ratio > 1 + self.epsilon_high) & (advantages > 0)
@@ -154,9 +187,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             metrics[name].append(total / max(tokens, 1.0))
         if self.loss_type in CLIPPED:
             shares = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
-            lows, highs = self.accelerator.gather(shares).unbind(1)
-            metrics["clip_ratio/low_min"].append(nanmin(lows).item())
-            metrics["clip_ratio/high_max"].append(nanmax(highs).item())
+            shares = self.accelerator.gather(shares)
+            shares = shares[~shares.isnan().any(1)]  # rows without tokens
+            if len(shares):
+                metrics["clip_ratio/low_min"].append(shares[:, 0].min().item())
+                metrics["clip_ratio/high_max"].append(shares[:, 1].max().item())
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -178,14 +213,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                 input_ids,
                 attention_mask,
                 logits_to_keep,
-                batch_size,
-                compute_entropy,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
                 **others,
             )
         plain = self.accelerator.unwrap_model(model)
 
         def statistics(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = self._get_last_hidden_state(plain, ids, attended, logits_to_keep)
+            hidden = _response_states(plain, ids, attended, logits_to_keep)
             stats = _head_of(plain).token_stats(
                 hidden, ids[:, -logits_to_keep:], temperature=self.temperature
             )
@@ -199,6 +234,12 @@ class GRPOTrainer(trl.GRPOTrainer):
         logprobs = torch.cat([part[0] for part in parts])
         entropies = torch.cat([part[1] for part in parts]) if compute_entropy else None
         return logprobs, entropies, None
+
+
+def _response_states(model: Any, ids: Tensor, attended: Tensor, length: int) -> Tensor:
+    """Return the hidden states [B, length, H] that predict the last `length` tokens."""
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return hidden_states(causal_lm.base_model, ids, attended)[:, -length - 1 : -1]
 
 
 def _head_of(model: Any) -> Head:
@@ -230,7 +271,8 @@ def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:
         and inputs.get("old_per_token_logps") is not None
         and not (trainer.beta and args.use_bias_correction_kl)
         and (args.delta is None or args.delta >= 1 + trainer.epsilon_high)
-        and not trainer._entropy_bonus_enabled  # TRL weights it differently than the loss
+        # TRL weights the entropy differently than the loss.
+        and not (args.entropy_coef or args.use_adaptive_entropy)
         and trainer.top_entropy_quantile == 1.0
         and trainer.off_policy_mask_threshold is None
         and not trainer.aux_loss_enabled
