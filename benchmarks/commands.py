@@ -17,6 +17,9 @@ from benchmarks import CASES, report
 from benchmarks.run import describe_device, now, run
 from benchmarks.shapes import SETS
 
+BUSY = 0.5
+"""Load average with a process that uses half a core."""
+
 
 def execute(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Run a command and return its exit code.
@@ -33,9 +36,22 @@ def execute(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         return _tune(parser, options, console)
     if options.command == "keep":
         return _keep(parser, options.results, console)
+    warn_if_busy(console)
     if options.command == "claims":
         return _claims(options.keep, console)
     return _run(parser, options, console)
+
+
+def warn_if_busy(console: Console) -> None:
+    """Print a warning if other processes have used the machine in the last minute."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load >= BUSY:
+        console.print(
+            f"the machine is busy: load {load:.1f} on {os.cpu_count()} cores over the last minute. "
+            "Times, and the ceilings that the floors follow from, may be off by several times",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: Console) -> int:

@@ -349,7 +349,7 @@ def _check_paths(parsed: Parsed) -> None:
     from fastppo.run.paths import check_paths
 
     try:
-        check_paths(parsed.options)
+        check_paths(parsed.options, is_new=parsed.command is not COMMANDS["check"])
     except MissingPathError as error:
         beside = Path(parsed.config_file or "").parent / error.path
         if parsed.config_file is None or not error.path or not beside.exists():

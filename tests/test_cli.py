@@ -277,13 +277,18 @@ def test_check_shows_the_run_without_loading_the_model(inputs, capsys) -> None:
     assert not Path("runs").exists()
 
 
-def test_check_of_a_resumed_run_writes_nothing(inputs, capsys) -> None:
+def test_check_mentions_an_existing_run_and_writes_nothing(inputs, capsys) -> None:
     run = Path("begun")
     (run / "checkpoint-000002").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
     before = {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
     assert cli.main(["check", *_flags(inputs | {"output_dir": "begun"}), "--resume"]) == 0
-    assert "resume=True" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "resume=True" in shown
+    assert "holds a run already" not in shown
+    assert cli.main(["check", *_flags(inputs | {"output_dir": "begun"})]) == 0
+    assert "it holds a run already: resume it, or" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["check", *_flags(inputs | {"output_dir": "prompts.jsonl"})]) == 2
     assert {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())} == before
 
 

@@ -26,7 +26,7 @@ def check_no_run(run_dir: str | Path) -> None:
     A run that failed before its first record leaves nothing worth keeping.
     """
     run_dir = Path(run_dir)
-    _check_is_directory(run_dir)
+    check_is_directory(run_dir)
     if holds_run(run_dir):
         raise ValueError(
             f"{run_dir} holds a run already: resume it with `resume: true`, or choose another "
@@ -65,7 +65,7 @@ def run_lock(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
 
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    _check_is_directory(run_dir)
+    check_is_directory(run_dir)
     path = run_dir.absolute() / LOCK
     # A singleton can be acquired again by its process, from any thread.
     lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
@@ -87,7 +87,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
         lock.release()
 
 
-def _check_is_directory(run_dir: Path) -> None:
+def check_is_directory(run_dir: str | Path) -> None:
+    """Raise ValueError if a file is in the way of a directory."""
+    run_dir = Path(run_dir)
     for path in (run_dir, *run_dir.parents):
         if path.is_file():
             raise ValueError(f"output_dir {run_dir} cannot be created: {path} is a file")

@@ -14,7 +14,7 @@ from fastppo.data.files import MissingPathError
 from fastppo.data.rows import check_source, is_missing_path
 from fastppo.environments.agents import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL
-from fastppo.run.directory import check_no_run
+from fastppo.run.directory import check_is_directory, check_no_run
 from fastppo.run.options import Options
 
 MODELS = ("model", "models", "reference_model", "critic_model")
@@ -22,8 +22,11 @@ DATA = ("prompts", "eval_prompts", "ptx_data", "data", "eval_data")
 CODE = ("rewards", "monitor_rewards", "reward_ensemble", "environment")
 
 
-def check_paths(config: Options) -> None:
+def check_paths(config: Options, *, is_new: bool = True) -> None:
     """Check the paths of models, data, rewards and environment, and the run directory.
+
+    Args:
+        is_new: whether the run directory must not hold a run.
 
     Raises:
         MissingPathError: a path does not exist.
@@ -48,8 +51,10 @@ def check_paths(config: Options) -> None:
         elif match["where"].endswith(".py") and not Path(match["where"]).is_file():
             where = match["where"]
             raise MissingPathError(f"{option} {name}: there is no file {where}", where)
-    if "resume" in options and not options["resume"]:
-        check_no_run(options["output_dir"])
+    if "resume" in options:
+        check_is_directory(options["output_dir"])
+        if is_new and not options["resume"]:
+            check_no_run(options["output_dir"])
 
 
 def _named(options: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import json
 import re
 import shlex
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import fastppo
 from benchmarks import __main__ as command
 from benchmarks import case as case_module
 from benchmarks import (
     cases,
+    commands,
     docs,
     flop,
     losses,
@@ -233,6 +236,14 @@ def test_absent_and_unsupported_peers_are_reported_with_the_reason() -> None:
     assert rows["Nobody"][:3] == ("Nobody", "absent", "pip install no-such-package")
     assert rows["Somebody"][:3] == ("Somebody", "unsupported", "its kernel needs a GPU")
     assert rows["Nobody"].timing is rows["Somebody"].timing is None
+
+
+@pytest.mark.parametrize("load", [0.1, 7.9])
+def test_a_busy_machine_is_reported(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    console = Console(file=io.StringIO(), width=200)
+    commands.warn_if_busy(console)
+    assert ("the machine is busy: load 7.9 on" in console.file.getvalue()) == (load > 1)
 
 
 def test_memory_is_the_peak_during_the_call() -> None:

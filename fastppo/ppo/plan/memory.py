@@ -11,7 +11,8 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
     reward models      whole in each process; only those with a readable config
     fp32 masters       of trained bf16 weights, in one process; shards are fp32 themselves
     optimizer states   AdamW's two moments
-    gathered           unsharded weights: the whole policy in a rollout; in an update the lm-head
+    gathered           unsharded weights: the whole policy in a rollout (with vLLM, when it is
+                       saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
     KV cache           at its longest; none with vLLM servers
@@ -150,7 +151,10 @@ def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
         with process.live:
             materialize(process.policy)
             phases = [process.rollout(), process.update()]
-    return [loading, *phases] if run.is_sharded else phases, process.notes
+    if not run.is_sharded:
+        return phases, process.notes
+    saving = [process.saving()] if run.config.rollout == "vllm" else []
+    return [loading, *phases, *saving], process.notes
 
 
 class Process:
@@ -202,11 +206,10 @@ class Process:
         rows = run.generated_at_once
         parts = self.lasting()
         if run.is_sharded:
-            # With vLLM only at the end of the run, when the policy is saved.
-            parts["gathered"] = bytes_of(tensors_of(self.policy))
-        if self.config.rollout == "vllm":
-            share = self.config.vllm_gpu_memory_utilization * (run.memory or 0)
-            return Phase("rollout", {**parts, "vLLM": int(share)})
+            sizes = [bytes_of([tensor]) for tensor in tensors_of(self.policy)]
+            # vLLM has its own weights, and gets new ones tensor by tensor.
+            parts["gathered"] = max(sizes) if self.config.rollout == "vllm" else sum(sizes)
+        parts |= self.of_vllm()
         if not self.config.holds_cache:
             return Phase("rollout", parts)
         self.policy.eval()
@@ -275,6 +278,14 @@ class Process:
             moments.append(Phase("update", parts | loss))
         return max(moments, key=lambda phase: phase.total)
 
+    def saving(self) -> Phase:
+        """Return the end of the run, when each process gathers the policy to save it.
+
+        With the decoder, the rollout needs more.
+        """
+        gathered = {"gathered": bytes_of(tensors_of(self.policy))}
+        return Phase("saving", self.lasting() | gathered | self.of_vllm())
+
     def read_text(self) -> tuple[int, int]:
         """Return (activations, logits) in bytes at the loss of a PPO-ptx microbatch.
 
@@ -314,6 +325,12 @@ class Process:
         return size
 
     # ---------------------------------------------------------------------------------- the parts
+
+    def of_vllm(self) -> dict[str, int]:
+        """Return vLLM's share of the device, in bytes, if it is in the process."""
+        if self.config.rollout != "vllm":
+            return {}
+        return {"vLLM": int(self.config.vllm_gpu_memory_utilization * (self.run.memory or 0))}
 
     def lasting(self) -> dict[str, int]:
         """Return the parts that last for the whole run, in bytes."""

@@ -26,7 +26,7 @@ from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig, check_processes
-from fastppo.ppo.setup.preflight import Given, RunInputs, failure_file, preflight
+from fastppo.ppo.setup.preflight import Given, RunInputs, episode_file, failure_file, preflight
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy, make_reference
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardTerm
@@ -305,6 +305,6 @@ def make_episode_runner(
         max_turns=config.max_turns,
         context=inputs.context,
         options=calls,
-        failure_file=Path(config.output_dir) / "failed_episode.json",
+        failure_file=episode_file(config),
         world=world,
     )

@@ -2,8 +2,8 @@
 
 `fastppo check` and `fastppo train` both call `preflight`. It reads the rows, the configs and
 tokenizers of the models, the rewards and the environment. It checks that all of these fit together,
-and calls each reward function once on a made-up response. `fastppo.ppo.setup.build` then loads the
-weights, a matter of minutes.
+calls each reward function once on a made-up response, and plays one made-up turn of the
+environment. `fastppo.ppo.setup.build` then loads the weights, a matter of minutes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
 from fastppo.data.addresses import load_prompts
-from fastppo.data.chat import check_chat_template
+from fastppo.data.chat import check_chat_template, token_ids
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, column_names, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
+from fastppo.environments.tools import Tools
+from fastppo.environments.turns import Turns
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.ppo.optimizer import check_optimizer
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
@@ -34,10 +36,20 @@ from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import URL, make_terms, match_function
 from fastppo.rewards.model import check_reward_model
-from fastppo.rewards.reward import Reward, RewardTerm, check_signature, try_reward
+from fastppo.rewards.reward import Reward, RewardError, RewardTerm, check_signature, try_reward
+from fastppo.rollout import FINISHED, Rollout, Sampling
 
 AGENT_ARGUMENTS = ("base_url", "api_key", "prompt")
 """Arguments of an agent besides the columns of its row."""
+
+EXPECTED = (
+    "expected a class without arguments that has reset(prompt, **columns), which returns a text, "
+    "messages or None, and step(text), which returns (observation, reward, done)"
+)
+"""Description of an environment in error messages."""
+
+MADE_UP = "A made-up turn"
+"""Text with which an environment is tried before the run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +134,7 @@ def preflight(
     Raises:
         ImportError: a package is missing.
         ValueError: an input does not exist, or does not fit the others.
-        RewardError: a reward fails on the first prompt with a made-up response.
+        RewardError: a reward or the environment fails on the first prompt with a made-up response.
     """
     prompts = given.prompts
     if prompts is None and config.prompts:
@@ -150,11 +162,7 @@ def preflight(
     terms = load_rewards(config, given, device)
     for source, these in rows.items():
         check_columns(terms, source, column_names(these, config.prompt_column))
-    if prompts:
-        first = prompts[0]
-        calls = calls or CallOptions(config.reward_timeout)
-        (world or World()).on_main_rank(lambda: try_rewards(config, terms, first, calls))
-    return RunInputs(
+    inputs = RunInputs(
         tokenizer=tokenizer,
         context=context,
         prompts=encoded,
@@ -162,6 +170,17 @@ def preflight(
         pretraining=load_pretraining(config, tokenizer, policy_context),
         rewards=terms,
     )
+    if prompts:
+        first = prompts[0]
+        calls = calls or CallOptions(config.reward_timeout)
+
+        def try_functions() -> None:
+            try_rewards(config, terms, first, calls)
+            if given.environment is None:
+                try_environment(config, inputs)
+
+        (world or World()).on_main_rank(try_functions)
+    return inputs
 
 
 def check_packages(config: PPOConfig) -> None:
@@ -387,10 +406,7 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
     if inspect.isclass(make):
         missing = [name for name in ("reset", "step") if not hasattr(make, name)]
         if missing:
-            raise ValueError(
-                f"environment: {make.__name__} has no method {missing[0]}; expected "
-                "reset(prompt, **columns) and step(text)"
-            )
+            raise ValueError(f"environment: {make.__name__} has no method {missing[0]}; {EXPECTED}")
     calls: dict[str, tuple[Any, list[Any]]] = {getattr(make, "__name__", "it"): (make, [])}
     if inspect.isclass(make):
         calls |= {
@@ -404,9 +420,10 @@ def check_environment(make: Any, source: str, columns: Sequence[str]) -> None:
         try:
             signature.bind(*arguments, **named)
         except TypeError as error:
+            if str(error).startswith("multiple values"):  # reset(self, seed), of Gymnasium
+                error = TypeError("its first argument is the prompt, not a column")
             raise ValueError(
-                f"environment: {name} takes {signature}: {error}; expected a class without "
-                "arguments that has reset(prompt, **columns) and step(text); the columns of "
+                f"environment: {name} takes {signature}: {error}; {EXPECTED}; the columns of "
                 f"{source} are: {', '.join(columns) or 'none beside the prompt'}"
             ) from None
 
@@ -432,6 +449,53 @@ def try_rewards(
             )
 
 
+class _MadeUpEngine:
+    """Samples one made-up turn."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokens = token_ids(tokenizer, MADE_UP) or [0]
+
+    def generate(self, prompts: Sequence[list[int]], sampling: Sampling) -> Rollout:
+        return Rollout([self.tokens for _ in prompts], [FINISHED for _ in prompts])
+
+
+def try_environment(config: PPOConfig, inputs: RunInputs) -> None:
+    """Play one made-up turn of the environment, on the first prompt.
+
+    Agents are not called: they wait for a server.
+
+    Raises:
+        RewardError: the environment raised, or returned an invalid answer.
+        DataError: the chat template does not accept an observation.
+    """
+    term = inputs.rewards.environment
+    if term is None or isinstance(term.function, Agent) or inputs.prompts is None:
+        return
+    turns = Turns(
+        term.function,
+        inputs.tokenizer,
+        max_turns=1,
+        context=inputs.context,
+        options=CallOptions(config.reward_timeout),
+        failure_file=episode_file(config),
+    )
+    engine: Any = _MadeUpEngine(inputs.tokenizer)
+    try:
+        turns.run(inputs.prompts.select([0]), engine, Sampling(config.max_new_tokens))
+    except RewardError as error:
+        expected = "" if isinstance(term.function, Tools) else f": {EXPECTED}"
+        raise RewardError(
+            f"{error}; it was tried with a made-up turn, before anything is loaded{expected}"
+        ) from error.__cause__
+    finally:
+        turns.close()
+
+
 def failure_file(config: PPOConfig) -> Path:
     """Return the path of the samples of a failed reward."""
     return Path(config.output_dir) / "failed_reward.json"
+
+
+def episode_file(config: PPOConfig) -> Path:
+    """Return the path of the episode of a failed environment."""
+    return Path(config.output_dir) / "failed_episode.json"

@@ -14,6 +14,7 @@ from fastppo.models.device import device_name
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.preflight import RunInputs
+from fastppo.run.directory import holds_run
 
 
 def show(config: PPOConfig, inputs: RunInputs, console: Console) -> None:
@@ -67,6 +68,8 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
         ),
         ("written to", config.output_dir),
     ]
+    if holds_run(config.output_dir) and not config.resume:
+        lines.append(("", "it holds a run already: resume it, or choose another output_dir"))
     default = PPOConfig().to_dict()
     shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
     changed = [

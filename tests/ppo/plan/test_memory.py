@@ -148,6 +148,19 @@ def test_with_servers_no_cache_is_planned(tmp_path: Path) -> None:
     assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
 
 
+def test_with_vllm_the_policy_is_gathered_only_when_it_is_saved(tmp_path: Path) -> None:
+    with_decoder = make_plan(options(tmp_path), PROMPT, processes=2)
+    assert [phase.name for phase in with_decoder.phases] == ["loading", "rollout", "update"]
+    whole = sizes(with_decoder, "rollout")["gathered"]
+    config = options(tmp_path, rollout="vllm")
+    plan = make_plan(config, PROMPT, processes=2, memory=1)
+    assert [phase.name for phase in plan.phases] == ["loading", "rollout", "update", "saving"]
+    assert sizes(plan, "saving")["gathered"] == whole
+    assert sizes(plan, "rollout")["gathered"] < whole / 3
+    assert sizes(plan, "saving")["vLLM"] == sizes(plan, "rollout")["vLLM"] == 0.3e9
+    assert [phase.name for phase in make_plan(config, PROMPT).phases] == ["rollout", "update"]
+
+
 def test_an_episode_ends_at_the_context(tmp_path: Path) -> None:
     """Eight turns of 500 tokens do not fit into 2048."""
     turns = {"environment": "game.py:Game", "max_turns": 8, "max_new_tokens": 500}

@@ -30,6 +30,28 @@ def returns_one(prompts, completions):
 class Game:
     def reset(self, prompt, price): ...
     def step(self, text): ...
+
+class Gym:
+    def reset(self, wanted): ...
+    def step(self, text): ...
+
+class FiveValues:
+    def reset(self, prompt, wanted):
+        return prompt + wanted
+    def step(self, text):
+        return text, 0.0, False, False, {}
+
+class Raises(FiveValues):
+    def step(self, text):
+        return {}[text]
+
+class Played(FiveValues):
+    played = []
+    def step(self, text):
+        self.played.append(text)
+        return "w2", 0.0, False
+    def close(self):
+        self.played.append("closed")
 """
 CHAT = {"prompt": [{"role": "user", "content": "w1"}], "wanted": "w1"}
 ROWS = {
@@ -111,6 +133,10 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
         ({"rewards": ["code.py:of_one"]}, r"takes \(completion\): too many positional arguments"),
         ({"rewards": ["code.py:needs_more"]}, "needs the column 'price'; the columns of prompts"),
         ({"environment": "code.py:Game"}, r"reset takes \(self, prompt, price\): missing a requi"),
+        (
+            {"environment": "code.py:Gym"},
+            r"reset takes \(self, wanted\): its first argument is the ",
+        ),
         ({"environment": "code.py:right"}, r"right takes \(prompts, completions, wanted\): missi"),
         ({"optimizer": "torch.optim:Adamw"}, "optimizer torch.optim:Adamw: no function 'Adamw'"),
         ({"max_turns": 4}, "max_turns has an effect only with environment"),
@@ -133,6 +159,30 @@ def test_a_reward_is_called_once_before_the_run(
     with pytest.raises(RewardError, match=r"returned float; expected a list of 1 float.*made-up"):
         _preflight(folder, monkeypatch, rewards=["code.py:returns_one"], output_dir="refused")
     assert (folder / "refused" / "failed_reward.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("FiveValues", r"returned .* in step; expected \(observation, reward, done\)"),
+        ("Raises", r"raised KeyError\(''\) in step .*code\.py, line \d+"),
+    ],
+)
+def test_an_environment_that_fails_a_made_up_turn_is_refused(
+    name: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says += r".*made-up turn, before anything is loaded.*reset\(prompt, \*\*columns\)"
+    with pytest.raises(RewardError, match=f"environment '{name}' {says}"):
+        _preflight(folder, monkeypatch, environment=f"code.py:{name}", max_turns=2)
+
+
+def test_an_environment_plays_one_turn_and_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = _preflight(folder, monkeypatch, environment="code.py:Played", max_turns=2)
+    term = inputs.rewards.environment
+    assert term is not None
+    assert term.function.played == ["", "closed"]  # the tiny tokenizer has none of its words
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
