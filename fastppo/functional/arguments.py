@@ -47,6 +47,8 @@ OBJECTIVES = (*records.POLICY_TERMS, "gspo")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")
+POSITIVE_LOGPROB = 0.1
+"""Nats, above the rounding of bf16 logits around 30: 30 · 2⁻⁹."""
 
 # ------------------------------------------------------------------------------- single arguments
 
@@ -101,6 +103,57 @@ def check_positive(name: str, x: Tensor) -> None:
         most = x.max().item()
         if not 0 < least <= most < math.inf:
             raise ValueError(f"{name} must be finite and > 0, got values from {least} to {most}")
+
+
+def values_are_checked() -> bool:
+    """Whether FASTPPO_CHECK_VALUES=1 asks for checks that read values and wait for a GPU.
+
+    Not by default on a CPU either: the trainer skips a step with NaN, and counts it.
+    """
+    return os.environ.get("FASTPPO_CHECK_VALUES") == "1" and not torch.compiler.is_compiling()
+
+
+def check_not_nan(name: str, x: Tensor, counted: Tensor | None = None) -> None:
+    """Raise ValueError for NaN, if FASTPPO_CHECK_VALUES=1.
+
+    Args:
+        counted: the shape of x, bool; NaN elsewhere is allowed.
+    """
+    if values_are_checked():
+        _refuse(name, x, x.isnan(), counted, wants="numbers")
+
+
+def check_logprobs(name: str, x: Tensor, counted: Tensor | None = None) -> None:
+    """Raise ValueError for NaN and positive values, if FASTPPO_CHECK_VALUES=1."""
+    check_not_nan(name, x, counted)
+    if values_are_checked():
+        _refuse(name, x, x > POSITIVE_LOGPROB, counted, wants="logprobs, ≤ 0")
+
+
+def check_scores(scores: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError for NaN and scores of responses without a token, if
+    FASTPPO_CHECK_VALUES=1."""
+    if not values_are_checked():
+        return
+    check_not_nan("scores", scores)
+    if cu_seqlens is None:
+        lengths = mask.sum(-1)
+    else:
+        ends = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()]
+        lengths = ends.diff()
+    lost = (lengths == 0) & (scores != 0)
+    if lost.any():
+        row = int(lost.nonzero()[0])
+        raise ValueError(f"scores[{row}] is lost: mask has no token of its response")
+
+
+def _refuse(name: str, x: Tensor, bad: Tensor, counted: Tensor | None, *, wants: str) -> None:
+    """Raise ValueError for the first bad value that counts."""
+    if bad.any():  # one reduction in the usual case
+        bad = bad if counted is None else bad & counted
+        if bad.any():
+            place = bad.nonzero()[0].tolist()
+            raise ValueError(f"{name} must be {wants}, got {x[tuple(place)].item():g} at {place}")
 
 
 def _values_are_free(x: Tensor) -> bool:
@@ -404,9 +457,14 @@ def loss_operands(
     )
     wide = accumulation_dtype(like.dtype)
 
+    counted = weights != 0
+
     def flat(name: str, value: Any) -> Tensor:
         tensor(name, value, shape=shape, like=like, wants="one per token")
-        return value.detach().to(wide).reshape(-1)
+        value = value.detach()
+        check = check_logprobs if name.endswith("logprobs") else check_not_nan
+        check(name, value, counted)
+        return value.to(wide).reshape(-1)
 
     per_token = PerToken(
         tokens=token_ids(tokens, shape, like),
@@ -421,9 +479,7 @@ def loss_operands(
     return LossOperands(
         per_token=per_token,
         objective=checked_objective,
-        softmax=softmax(
-            temperature, logit_scale, softcap, shape=shape, like=like, counted=weights != 0
-        ),
+        softmax=softmax(temperature, logit_scale, softcap, shape=shape, like=like, counted=counted),
         objective_name=objective,
         shape=shape,
         sequence_starts=_sequence_starts(cu_seqlens, objective, shape=shape, like=like),

@@ -204,8 +204,9 @@ def ppo_loss(
 
     Raises:
         ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
-            vocabulary (checked on a CPU, or anywhere with FASTPPO_CHECK_TOKENS=1); a DTensor.
-            Values of a temperature or denominator tensor are checked only on a CPU.
+            vocabulary (checked on a CPU, or anywhere with FASTPPO_CHECK_VALUES=1); NaN or a
+            positive logprob (checked with FASTPPO_CHECK_VALUES=1); a DTensor. Values of a
+            temperature or denominator tensor are checked only on a CPU.
 
     Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
     ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1. Objectives: MiniMax 2025 (CISPO,
@@ -248,7 +249,18 @@ def ppo_loss(
     need_grad = arguments.needs_gradient(logits)
     if inplace and need_grad:
         _check_inplace(logits)
-    return _loss(_Logits(rows, need_grad, inplace and need_grad), ref, operands)
+    out = _loss(_Logits(rows, need_grad, inplace and need_grad), ref, operands)
+    _check_logprobs(out, "logits")
+    return out
+
+
+def _check_logprobs(out: PPOLoss, source: str) -> None:
+    """Raise ValueError for NaN in the logprobs if FASTPPO_CHECK_VALUES=1.
+
+    Args:
+        source: names the argument that they follow from.
+    """
+    arguments.check_not_nan(f"{source}, which give the logprobs,", out.logprobs)
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -378,7 +390,9 @@ def linear_ppo_loss(
             "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
             "gradient would underflow; ppo_loss on the logits takes float16"
         )
-    return _loss(source, None if ref is None else _HiddenStates(ref, gemm, compact), operands)
+    out = _loss(source, None if ref is None else _HiddenStates(ref, gemm, compact), operands)
+    _check_logprobs(out, "hidden and weight")
+    return out
 
 
 def _host_may_wait(hidden: Tensor) -> bool:

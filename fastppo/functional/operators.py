@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -70,9 +69,9 @@ def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None
     """Check tokens of non-zero weight against the vocabulary, if that does not synchronize with a
     GPU.
 
-    FASTPPO_CHECK_TOKENS=1 checks everywhere.
+    FASTPPO_CHECK_VALUES=1 checks everywhere.
     """
-    if tokens.device.type == "cpu" or os.environ.get("FASTPPO_CHECK_TOKENS") == "1":
+    if tokens.device.type == "cpu" or arguments.values_are_checked():
         arguments.check_tokens(tokens, vocabulary, weights)
 
 

@@ -249,6 +249,83 @@ def test_a_token_outside_the_vocabulary_raises_an_error_with_its_value(
         call(function, tokens=tokens)
 
 
+GARBAGE = [
+    (fastppo.ppo_loss, {"advantages": ONE_IS_NAN}, r"advantages must be numbers, got nan at \[1\]"),
+    (fastppo.ppo_loss, {"old_logprobs": ONE_IS_NAN}, r"old_logprobs must be numbers, got nan at"),
+    (
+        fastppo.compute_advantages,
+        {"scores": torch.tensor([0.0, nan])},
+        r"scores must be numbers, got nan at \[1\]",
+    ),
+    (
+        fastppo.ppo_loss,
+        {"logits": torch.tensor([[0.0], [0.0], [nan], [0.0]]).expand(N, V).contiguous()},
+        r"logits, which give the logprobs, must be numbers, got nan at \[2\]",
+    ),
+    (
+        fastppo.linear_ppo_loss,
+        {"hidden": torch.full((N, H), nan)},
+        r"hidden and weight, which give the logprobs, must be numbers, got nan at \[0\]",
+    ),
+    (
+        fastppo.ppo_loss,
+        {"old_logprobs": torch.tensor([0.0, -1.0, 1.5, 0.05])},  # negative log-likelihoods
+        r"old_logprobs must be logprobs, ≤ 0, got 1\.5 at \[2\]",
+    ),
+    (
+        fastppo.compute_advantages,
+        {
+            "scores": torch.ones(2),
+            "mask": torch.tensor([[True] * 3, [False] * 3]),
+        },
+        r"scores\[1\] is lost: mask has no token of its response",
+    ),
+    (
+        fastppo.compute_advantages,
+        {
+            "scores": torch.ones(3),
+            "cu_seqlens": torch.tensor([0, 2, 2, 4]),
+            "mask": torch.ones(4, dtype=torch.bool),
+            **dict.fromkeys(("values", "logprobs", "ref_logprobs"), ZEROS),
+        },
+        r"scores\[1\] is lost: mask has no token of its response",
+    ),
+    (
+        fastppo.compute_advantages,
+        {"values": torch.tensor([[0.0] * 3, [0.0, nan, 0.0]])},
+        r"values must be numbers, got nan at \[1, 1\]",
+    ),
+]
+"""Functions, arguments, and the message that names argument and row."""
+
+
+@pytest.mark.parametrize(("function", "changes", "says"), GARBAGE)
+def test_garbage_is_refused_with_its_row(
+    function: Callable[..., Any],
+    changes: dict[str, Any],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FASTPPO_CHECK_VALUES", "1")
+    call(function)  # the right arguments pass
+    with pytest.raises(ValueError, match=says):
+        call(function, **changes)
+
+
+@pytest.mark.parametrize(("function", "changes", "says"), GARBAGE)
+def test_values_are_not_read_by_default(
+    function: Callable[..., Any], changes: dict[str, Any], says: str
+) -> None:
+    call(function, **changes)
+
+
+def test_a_masked_nan_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPPO_CHECK_VALUES", "1")
+    mask = torch.tensor([True, False, True, True])
+    out = call(fastppo.ppo_loss, advantages=ONE_IS_NAN, old_logprobs=-ONE_IS_NAN, mask=mask)
+    assert out.loss.isfinite()
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
