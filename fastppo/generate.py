@@ -36,7 +36,7 @@ from fastppo.models.pretrained import (
 from fastppo.models.trunk import context_length
 from fastppo.ppo.checkpoints import policy_of
 from fastppo.rewards.loading import make_terms
-from fastppo.rewards.reward import RewardTerm, Samples, score
+from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
@@ -58,7 +58,7 @@ class Completions:
     """Includes EOS and the environment's tokens."""
     finish_reasons: list[str]
     """`stop`, `length` or `turns`."""
-    rewards: dict[str, list[float]] = field(default_factory=dict)
+    rewards: dict[str, Scored] = field(default_factory=dict)
     """Rewards of each completion by name; `environment` is the environment's."""
     turns: list[list[dict[str, Any]]] | None = None
     """Turns of each completion as in `Rollout.turns`; None without an environment."""
@@ -145,7 +145,7 @@ def _complete(
         turns=rollout.turns,
     )
     if rollout.rewards is not None and turns.has_rewards:
-        completions.rewards["environment"] = [sum(row) for row in rollout.rewards]
+        completions.rewards["environment"] = Scored([sum(row) for row in rollout.rewards])
     return completions
 
 
@@ -158,14 +158,12 @@ def _load(directory: str, config: GenerateConfig, device: torch.device) -> tuple
     return model, load_tokenizer(directory)
 
 
-def _score(
-    term: RewardTerm, rows: Rows, policy: Completions, config: GenerateConfig
-) -> list[float]:
+def _score(term: RewardTerm, rows: Rows, policy: Completions, config: GenerateConfig) -> Scored:
     repeated = [row for row in rows for _ in range(config.num_samples)]
     names = dict.fromkeys(key for row in rows for key in row if key != config.prompt_column)
     columns = {name: [row.get(name) for row in repeated] for name in names}
     prompts = [row[config.prompt_column] for row in repeated]
-    return list(score(term, Samples(prompts, policy.texts, columns, policy.token_ids)))
+    return score(term, Samples(prompts, policy.texts, columns, policy.token_ids))
 
 
 # --------------------------------------------------------------------------------------- the table
@@ -195,8 +193,8 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
         means.add_column(Text(policy.name), justify="right", overflow="fold")
     count = len(policies[0].texts)
     for name in policies[0].rewards:
-        totals = [sum(policy.rewards[name]) for policy in policies]
-        means.add_row(Text(name), *(f"{total / count:.3f}" for total in totals))
+        rewards = [policy.rewards[name].mean for policy in policies]
+        means.add_row(Text(name), *("–" if mean is None else f"{mean:.3f}" for mean in rewards))
     tokens = [sum(map(len, policy.token_ids)) for policy in policies]
     length = "tokens, including the environment's" if config.environment else "tokens"
     means.add_row(length, *(f"{total / count:.1f}" for total in tokens))
@@ -237,7 +235,11 @@ def _cell(policy: Completions, index: int) -> Text:
     else:
         text = Text("\n").join(map(_turn, policy.turns[index]))
     text.append(ENDS.get(policy.finish_reasons[index], ""), style="dim italic")
-    numbers = "  ".join(f"{name} {values[index]:.3f}" for name, values in policy.rewards.items())
+    numbers = "  ".join(
+        f"{name} {values[index]:.3f}"
+        for name, values in policy.rewards.items()
+        if values.or_none[index] is not None
+    )
     if numbers:
         text.append(f"\n{numbers}", style="dim")
     return text

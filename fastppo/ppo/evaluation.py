@@ -192,18 +192,22 @@ class Evaluation:
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return (means over all responses, records of the first responses)."""
         sums: dict[str, float] = {}
+        counts: dict[str, int] = {}
         rewards: list[float] = []
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
             result = trainer.evaluate(part, sampling, self.scorer)
+            applying = result["scores"].counts
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):
-                    sums[name] = sums.get(name, 0.0) + value * len(part)
+                    count = applying.get(name, len(part))
+                    sums[name] = sums.get(name, 0.0) + value * count
+                    counts[name] = counts.get(name, 0) + count
             rewards += result["scores"].total.tolist()
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
-        means = {name: total / len(prompts) for name, total in sums.items()}
+        means = {name: total / counts[name] for name, total in sums.items()}
         deviation = statistics.stdev(rewards) if len(rewards) > 1 else math.nan
         means["reward_error"] = deviation / math.sqrt(len(rewards))
         return means, records
@@ -225,7 +229,7 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
     scores: Scores = result["scores"]
     rollout: Rollout = result["rollout"]
     scored = {**scores.terms, **scores.monitors}
-    rewards = {name: values[row] for name, values in scored.items()}
+    rewards = {name: values.or_none[row] for name, values in scored.items()}
     return {
         "row": begin + row,
         "prompt": prompts.prompts[row],

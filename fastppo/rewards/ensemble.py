@@ -78,4 +78,12 @@ class RewardEnsemble:
                     "from a member of an ensemble",
                     row,
                 )
+        for row, total in enumerate(scored.or_none):
+            if total is None:
+                raise TermError(
+                    term.name,
+                    f"returned None for completion {row}; expected a number from a member of an "
+                    "ensemble",
+                    row,
+                )
         return list(scored)

@@ -15,8 +15,9 @@ awaited. For each completion a reward returns
     a list with a number per token    a reward for each response token
     a list of (end, value) pairs      a reward for each step; `end` is the character offset in the
                                       completion just after the step
+    None                              the reward does not apply, and counts as 0
 
-A batch may mix all three. A reward gets copies and may modify them. Before the models are loaded,
+A batch may mix all four. A reward gets copies and may modify them. Before the models are loaded,
 each reward function named in the config is called once, on the first prompt with a made-up
 response, so that a broken one fails within seconds.
 """
@@ -28,6 +29,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +43,7 @@ from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, 
 StepRewards = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
-Reward = Callable[..., Sequence[float | StepRewards]]
+Reward = Callable[..., Sequence[float | StepRewards | None]]
 
 MAX_REWARD = 1e15
 """Largest magnitude of a reward. Training runs in fp32: the value loss squares rewards, the
@@ -96,7 +98,7 @@ class Scored(list[float]):
     """Rewards of a batch: a list of one total per completion, with details.
 
     Args:
-        totals: [B] reward units.
+        totals: [B] reward units; NaN where the reward does not apply.
         steps: [B] rewards by token or step, None for a completion with one number. None if all
             completions have one number.
         disagreement: [B] population standard deviation across the members of an ensemble. None for
@@ -125,12 +127,24 @@ class Scored(list[float]):
         return cls([value for part in parts for value in part], steps, disagreement)
 
     @property
+    def or_none(self) -> list[float | None]:
+        """[B] The totals, with None where the reward does not apply."""
+        return [None if math.isnan(total) else total for total in self]
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the completions to which the reward applies; None if there are none."""
+        totals = [total for total in self if not math.isnan(total)]
+        return sum(totals) / len(totals) if totals else None
+
+    @property
     def at_last_token(self) -> list[float]:
         """[B] The part that is paid at the last token: the reward if it is one number, else 0."""
-        if self.steps is None:
-            return list(self)
-        rows = zip(self, self.steps, strict=True)
-        return [total if steps is None else 0.0 for total, steps in rows]
+        steps_by_row = self.steps or [None] * len(self)
+        return [
+            total if steps is None and total is not None else 0.0
+            for total, steps in zip(self.or_none, steps_by_row, strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -189,7 +203,8 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
     if isinstance(returned, Scored):  # of an ensemble, or a reward that calls `score`
         disagreement = returned.disagreement
         steps_by_row = returned.steps or [None] * len(returned)
-        returned = [v if s is None else s for v, s in zip(returned, steps_by_row, strict=True)]
+        rows = zip(returned.or_none, steps_by_row, strict=True)
+        returned = [total if steps is None else steps for total, steps in rows]
     count = len(samples)
     rewards = plain_values(returned)
     if not isinstance(rewards, (list, tuple)):
@@ -211,6 +226,8 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
                 steps = _read_steps(reward, tokens, row)
                 total = sum(item[1] if isinstance(item, tuple) else item for item in steps)
                 totals.append(_finite(total, f"in total for completion {row}"))
+            elif reward is None:
+                totals.append(math.nan)
             else:
                 totals.append(_finite(reward, f"for completion {row}"))
         except ValueError as error:

@@ -21,10 +21,11 @@ from torch import Tensor
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.advantages import whiten
+from fastppo.functional.scalars import describe
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.placing import token_rewards, written_token_rewards
 from fastppo.rewards.processing import RunningScale
-from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
+from fastppo.rewards.reward import RewardError, RewardTerm, Samples, Scored, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,18 +104,33 @@ class Scores:
         return replace(self, last=total - self._sum_by_response(within), within=within)
 
     def metrics(self) -> dict[str, float]:
-        """Return batch means of the total, each term and each monitored reward."""
+        """Return batch means of the total, each term and each monitored reward.
+
+        A reward that applies to no completion has no mean.
+        """
         total = self.total
         metrics = {"reward": total.mean().item()}
         if len(total) > 1:
             metrics["reward_std"] = total.std(correction=0).item()
-        for name, scored in self.terms.items():
-            metrics[f"reward/{name}"] = _mean(scored)
+        means = {name: scored.mean for name, scored in self._by_metric.items()}
+        metrics |= {name: mean for name, mean in means.items() if mean is not None}
+        for scored in self.terms.values():
             if scored.disagreement is not None:
                 metrics["ensemble_disagreement"] = sum(scored.disagreement) / len(scored)
-        for name, scored in self.monitors.items():
-            metrics[f"monitor/{name}"] = _mean(scored)
         return metrics
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Completions to which each reward applies, by the name of its metric."""
+        return {
+            name: sum(value is not None for value in scored.or_none)
+            for name, scored in self._by_metric.items()
+        }
+
+    @property
+    def _by_metric(self) -> dict[str, Scored]:
+        terms = {f"reward/{name}": scored for name, scored in self.terms.items()}
+        return terms | {f"monitor/{name}": scored for name, scored in self.monitors.items()}
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
@@ -144,10 +160,6 @@ class Scores:
 
 def _joined(parts: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
     return {name: Scored.joined([part[name] for part in parts]) for name in parts[0]}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 class Scorer:
@@ -189,15 +201,18 @@ class Scorer:
         """Return the weighted sum of the terms.
 
         Args:
-            written: mask of the tokens that the policy wrote, per response. None means all.
+            written: mask of the tokens that the policy wrote, per response. None means all, in
+                responses of one turn.
 
         Raises:
-            RewardError: a reward raised or returned an invalid value.
+            RewardError: a reward raised or returned an invalid value, or none applies to a response
+                of one turn.
         """
+        must_apply = written is None and bool(self.terms)
         if written is None:
             written = [[True] * len(ids) for ids in response_ids]
         if self.world.size == 1:
-            return self._score(prompts, completions, response_ids, written)
+            return self._score(prompts, completions, response_ids, written, must_apply)
         rows = self.world.local_rows(len(prompts))
         own = slice(rows.start, rows.stop)
 
@@ -205,7 +220,7 @@ class Scorer:
             if not rows:
                 return None
             return self._score(
-                prompts.select(rows), completions[own], response_ids[own], written[own]
+                prompts.select(rows), completions[own], response_ids[own], written[own], must_apply
             )
 
         shares = self.world.gather_results(score_own_rows)
@@ -217,10 +232,18 @@ class Scorer:
         completions: Sequence[str],
         response_ids: Sequence[list[int]],
         written: Sequence[Sequence[bool]],
+        must_apply: bool,
     ) -> Scores:
         """Score responses on this rank."""
         samples = Samples(prompts.prompts, completions, prompts.columns, response_ids)
         terms = self._scored(self.terms, samples)
+        columns = [scored.or_none for scored in terms.values()]
+        for row, rewards in enumerate(zip(*columns, strict=True)):
+            if must_apply and all(reward is None for reward in rewards):
+                raise RewardError(
+                    f"no reward applies to completion {row} of the batch, to the prompt "
+                    f"{describe(prompts.prompts[row])}: every reward returned None"
+                )
         monitors = self._scored(self.monitors, samples)
         last = torch.zeros(len(samples))
         for term in self.terms:

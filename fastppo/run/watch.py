@@ -97,9 +97,12 @@ def _distinct(ngrams: list[list[Any]]) -> float | None:
 
 
 def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
-    """Pearson's r; None if x or y is constant."""
+    """Pearson's r without NaN in x, a reward that does not apply; None if x or y is constant."""
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(a)]
+    x = [a for a, _ in pairs]
+    y = [b for _, b in pairs]
     # The variance of equal numbers may be a rounding error instead of zero.
     if len(set(x)) < 2 or len(set(y)) < 2:
         return None

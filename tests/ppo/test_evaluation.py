@@ -181,3 +181,36 @@ def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
     assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_means_and_samples(tmp_path: Path) -> None:
+    """Evaluated in two batches, of which the second has twice as many applicable prompts."""
+
+    def count_w7(prompts: list[str], completions: list[str]) -> list[float]:
+        return [float(text.count("w7")) for text in completions]
+
+    def sometimes(prompts: list[str], completions: list[str]) -> list[float | None]:
+        return [float(row) if row % 3 == 0 else None for row in range(len(prompts))]
+
+    def never(prompts: list[str], completions: list[str]) -> list[None]:
+        return [None] * len(prompts)
+
+    trainer = _trainer(
+        tmp_path,
+        iterations=1,
+        eval_interval=1,
+        rewards=[count_w7, sometimes],
+        monitor_rewards=[never],
+        rollout_batch_size=16,  # 16 and 4 prompts
+    )
+    trainer.train()
+    line = records(trainer)[0]
+    assert line["eval/reward/sometimes"] == pytest.approx((0 + 3 + 6 + 9 + 12 + 15 + 0 + 3) / 8)
+    assert not any("never" in name for name in line)
+    run = Path(trainer.config.output_dir)
+    samples = read_jsonl(run / "eval_samples.jsonl")
+    assert samples[1]["rewards"]["sometimes"] is samples[0]["rewards"]["never"] is None
+    assert read_jsonl(run / "samples.jsonl")[0]["monitors"] == {"never": None}
+    report = Path(write_report(run)).read_text("utf-8")
+    assert "<span>sometimes" in report
+    assert "<span>never" not in report

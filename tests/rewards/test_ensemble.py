@@ -67,9 +67,12 @@ def test_a_failing_member_is_named_and_its_sample_saved(tmp_path) -> None:
     assert (record["reward"], record["completions"]) == ("ensemble/broken", COMPLETIONS[1:])
 
 
-def test_a_member_with_rewards_by_step_is_refused() -> None:
+def test_a_member_without_one_number_is_refused() -> None:
     ensemble = RewardEnsemble([_constant("steps", [1.0, [(1, 1.0)]])])
     with pytest.raises(RewardError, match="'e/steps' returned rewards by token or step for compl"):
+        score(RewardTerm("e", ensemble), SAMPLES)
+    ensemble = RewardEnsemble([_constant("math", [1.0, None])])
+    with pytest.raises(RewardError, match="'e/math' returned None for completion 1; expected a n"):
         score(RewardTerm("e", ensemble), SAMPLES)
 
 

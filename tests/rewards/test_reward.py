@@ -86,7 +86,6 @@ def test_completion_ids_are_passed_by_name_only(source: str, expected: int) -> N
     [
         ([1.0], "returned 1 value for 2 completions", 2),
         ([1.0, float("nan")], "returned nan for completion 1", 1),
-        ([1.0, None], "returned None for completion 1", 1),
         ([1.0, "2"], "returned '2' for completion 1", 1),
         (1.0, "returned float; expected a list of 2 floats", 2),
     ],
@@ -168,3 +167,14 @@ def test_invalid_steps_are_refused_with_their_row(returned, says, tmp_path) -> N
         _scored(returned, failure_file=tmp_path / "failed.json")
     record = json.loads((tmp_path / "failed.json").read_text())
     assert record["completions"] == COMPLETIONS[1:]
+
+
+def test_none_is_a_reward_that_does_not_apply() -> None:
+    term = RewardTerm("math", lambda prompts, completions: [None, [1.0, 2.0]])
+    scored = score(term, Samples(PROMPTS, COMPLETIONS, {}, [[1], [2, 3]]))
+    assert scored.or_none == [None, 3.0]
+    assert scored.steps == [None, [1.0, 2.0]]
+    assert scored.at_last_token == [0.0, 0.0]
+    assert scored.mean == 3.0
+    again = score(RewardTerm("calls", lambda *_: scored), Samples(PROMPTS, COMPLETIONS))
+    assert again.or_none == scored.or_none

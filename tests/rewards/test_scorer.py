@@ -8,7 +8,7 @@ import torch
 
 from fastppo.data.prompts import Prompts
 from fastppo.rewards.processing import RunningScale
-from fastppo.rewards.reward import RewardTerm, Scored
+from fastppo.rewards.reward import RewardError, RewardTerm, Scored
 from fastppo.rewards.scorer import Scorer, Scores
 
 PROMPTS = ["w1 w2 ", "w3 "]
@@ -137,3 +137,34 @@ def test_each_reward_is_called_once_and_monitors_are_only_logged() -> None:
         {"gold": [100.0, 100.0]},
     )
     assert scores.lengths == [3, 2]
+
+
+def test_a_reward_that_does_not_apply_counts_as_zero() -> None:
+    """TRL's rewards return None for completions of another task."""
+    terms = [
+        RewardTerm("math", lambda p, c: [4.0, None, 2.0], 0.5),
+        RewardTerm("style", lambda p, c: [1.0, 3.0, None]),
+    ]
+    never = RewardTerm("never", lambda p, c: [None] * len(p))
+    scorer = Scorer(terms, [never], BYTES)
+    scores = scorer(Prompts(["p"] * 3, [[5]] * 3), ["a", "b", "c"], [[1], [2], [3]])
+    assert scores.total.tolist() == [3.0, 3.0, 1.0]
+    metrics = scores.metrics()
+    assert (metrics["reward/math"], metrics["reward/style"]) == (3.0, 2.0)
+    assert "monitor/never" not in metrics
+    assert scores.counts == {"reward/math": 2, "reward/style": 2, "monitor/never": 0}
+
+
+def test_some_reward_must_apply() -> None:
+    terms = [
+        RewardTerm("math", lambda p, c: [1.0, None]),
+        RewardTerm("no", lambda p, c: [None] * 2),
+    ]
+    prompts = Prompts(["p", "q"], [[5], [5]])
+    scorer = Scorer(terms, [], BYTES)
+    with pytest.raises(
+        RewardError, match=r"no reward applies to completion 1 .*, to the prompt 'q'"
+    ):
+        scorer(prompts, ["a", "b"], [[1], [2]])
+    written = [[True], [True]]  # an environment may have rewarded it
+    assert scorer(prompts, ["a", "b"], [[1], [2]], written).total.tolist() == [1.0, 0.0]

@@ -34,6 +34,9 @@ def test_correlations_agree_with_numpy() -> None:
     health = rollout_health([[0] * n for n in lengths], torch.tensor(scores), {"gold": list(gold)})
     assert health["length_correlation"] == pytest.approx(np.corrcoef(lengths, scores)[0, 1])
     assert health["correlation/gold"] == pytest.approx(np.corrcoef(gold, scores)[0, 1])
+    part = [math.nan] * 20 + list(gold[20:])  # does not apply to the first 20
+    health = rollout_health([[0]] * 50, torch.tensor(scores), {"gold": part})
+    assert health["correlation/gold"] == pytest.approx(np.corrcoef(gold[20:], scores[20:])[0, 1])
 
 
 @pytest.mark.parametrize(
