@@ -76,7 +76,7 @@ def without_critic(samples_per_prompt: int) -> dict[str, dict[str, Any]]:
     return {
         "REINFORCE": NO_CRITIC | {"advantage": "reinforce"},
         "RLOO": grouped | {"advantage": "rloo"},
-        "GRPO": grouped | {"advantage": "group", "whiten_advantages": "none"},
+        "GRPO": grouped | {"advantage": "group"},
     }
 
 

@@ -72,6 +72,9 @@ class PPOConfig(
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 
     def check(self) -> None:
+        if self.whiten_advantages is None:
+            whitening = "none" if self.advantage == "group" else "full"
+            object.__setattr__(self, "whiten_advantages", whitening)
         check_stop_strings(self.stop_strings)
         check_batches(self)
         check_models(self)

@@ -159,8 +159,10 @@ class AdvantageOptions(Options):
     value_lam: float | None = option(
         None, "λ of the value function's returns; default: lam", minimum=0, maximum=1
     )
-    whiten_advantages: Literal["full", "variance", "none"] = option(
-        "full", "full: mean 0 and variance 1; variance: scale only; none"
+    whiten_advantages: Literal["full", "variance", "none"] | None = option(
+        None,
+        "full: mean 0 and variance 1; variance: scale only; none. advantage=group chooses none by "
+        "itself",
     )
     bootstrap_truncated: bool = option(
         False, "Bootstrap truncated responses from their last value instead of 0"

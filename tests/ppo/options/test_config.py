@@ -72,7 +72,11 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
         ({"advantage": "group", "samples_per_prompt": 2}, "no value function to train, so vf_coef"),
         ({"advantage": "rloo", "vf_coef": 0.0}, "samples_per_prompt must be at least 2"),
-        ({"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2}, "whiten_advantages must"),
+        (
+            {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2}
+            | {"whiten_advantages": "full"},
+            "whiten_advantages must",
+        ),
         ({"advantage": "reinforce", "vf_coef": 0.0, "value_model": "critic"}, "value_model must"),
         ({"advantage": "sequence", "value_lam": 0.5}, "effect only with advantage=gae"),
         ({"lam": 0.9, "lam_alpha": 0.05}, "effect only with advantage=gae and no lam_alpha"),
@@ -110,6 +114,16 @@ def test_options_that_are_wrong_or_conflict_or_have_no_effect_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         PPOConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "whitening"), [("group", "none"), ("rloo", "full"), ("reinforce", "full")]
+)
+def test_an_advantage_chooses_a_permitted_whitening(advantage: str, whitening: str) -> None:
+    config = PPOConfig(advantage=advantage, vf_coef=0.0, samples_per_prompt=2)
+    assert config.whiten_advantages == whitening
+    chosen = replace(config, whiten_advantages="variance")
+    assert chosen.whiten_advantages == "variance"
 
 
 def test_the_defaults_are_valid() -> None:
