@@ -287,15 +287,22 @@ def policy_metrics(
 
 
 def response_metrics(
-    scores: Scores, rollout: Rollout, kl_metrics: Mapping[str, float]
+    scores: Scores, rollout: Rollout, kl_metrics: Mapping[str, float], samples_per_prompt: int = 1
 ) -> dict[str, float]:
-    """Return mean rewards, the share of finished responses, and metrics of turns.
+    """Return metrics of rewards and lengths, the share of finished responses, and those of turns.
 
     Args:
         kl_metrics: `kl` and `kl_coef` with a reference, for the reward minus the KL penalty.
+        samples_per_prompt: adjacent responses to one prompt.
     """
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    total = scores.total
+    if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
+        groups = total.view(-1, samples_per_prompt)
+        is_equal = groups.amin(dim=1) == groups.amax(dim=1)
+        metrics["frac_reward_zero_std"] = is_equal.float().mean().item()
+    metrics |= length_metrics(rollout)
     if "kl_coef" in kl_metrics:
         metrics["non_score_reward"] = -kl_metrics["kl_coef"] * kl_metrics["kl"]
         metrics["rlhf_reward"] = metrics["reward"] + metrics["non_score_reward"]
@@ -303,6 +310,21 @@ def response_metrics(
         metrics["weights_version"] = float(min(rollout.versions))
     if rollout.rewards is not None:
         metrics |= turn_metrics(rollout)
+    return metrics
+
+
+def length_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return the shortest and the longest response, and the mean of finished ones, in tokens."""
+    lengths = rollout.written_lengths
+    if not lengths:
+        return {}
+    metrics = {
+        "response_length_min": float(min(lengths)),
+        "response_length_max": float(max(lengths)),
+    }
+    finished = [n for n, cut in zip(lengths, rollout.truncated, strict=True) if not cut]
+    if finished:
+        metrics["finished_length"] = sum(finished) / len(finished)
     return metrics
 
 

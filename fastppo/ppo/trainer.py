@@ -227,7 +227,7 @@ class PPOTrainer:
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
 
-        metrics |= response_metrics(scores, rollout, metrics)
+        metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)
         return Iteration(metrics, Responses(prompts, rollout, scores), experience)

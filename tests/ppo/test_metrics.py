@@ -190,6 +190,23 @@ def test_response_metrics_have_rewards_and_eos_rate() -> None:
     assert "rlhf_reward" not in response_metrics(SCORES, ROLLOUT, {})
     assert actual["eos_rate"] == 0.5
     assert actual.items() >= SCORES.metrics().items()
+    lengths = {"response_length_min": 1, "response_length_max": 3, "finished_length": 3}
+    assert actual.items() >= lengths.items()
+    cut = Rollout([[7, 8]], ["length"], [])
+    assert "finished_length" not in response_metrics(Scores(torch.ones(1)), cut, {})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [([1.0, 1.0, 1.0, 2.0], 0.5), ([0.0] * 4, 1.0), ([1.0, 2.0, 3.0], None)],
+)
+def test_prompts_with_equal_rewards_are_counted(rewards: list[float], share: float | None) -> None:
+    """As TRL's frac_reward_zero_std; responses of `step` need not come in groups."""
+    scores = Scores(torch.tensor(rewards))
+    rollout = Rollout([[1]] * len(rewards), ["stop"] * len(rewards), [])
+    grouped = response_metrics(scores, rollout, {}, samples_per_prompt=2)
+    assert grouped.get("frac_reward_zero_std") == share
+    assert "frac_reward_zero_std" not in response_metrics(scores, rollout, {})
 
 
 def test_sample_records_hold_scores_and_metadata() -> None:
