@@ -229,10 +229,11 @@ def parse_command(arguments: list[str]) -> Parsed:
         return Parsed(command, unknown, flags)
     options = command.option_class()
     if unknown:
-        names = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
-        parsers[name].error(
-            "; ".join(map(options.unknown, names)) or f"unrecognized arguments: {' '.join(unknown)}"
-        )
+        # Hydra's arguments, as verl's, have no dashes.
+        words = [word for word in unknown if word.startswith("--") or "=" in word]
+        names = [word.removeprefix("--").partition("=")[0] for word in words]
+        sentences = [options.unknown(name, "--") for name in names]
+        parsers[name].error("; ".join(sentences) or f"unrecognized arguments: {' '.join(unknown)}")
     values = {
         member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
     }

@@ -15,7 +15,7 @@ import yaml
 from fastppo import cli
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import read_yaml
-from fastppo.run.other_names import OTHER_NAMES
+from fastppo.run.other_names import OTHER_NAMES, WITHOUT
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
@@ -101,6 +101,7 @@ def test_other_names_suggest_the_options_of_the_pages() -> None:
     page: dict[str, set[str]] = {}
     tables = [("from-trl.md", "Arguments of the script")]
     tables += [(name, "Options") for name in ("from-trl.md", *PAGES)]
+    tables += [("from-trl.md", "Options of GRPOConfig")]
     for name, heading in tables:
         for row in rows(name, heading):
             for theirs in _quoted(row[0]):
@@ -108,26 +109,52 @@ def test_other_names_suggest_the_options_of_the_pages() -> None:
     page["target_kl"].add("early_stop_kl")  # its meaning in CleanRL and Stable-Baselines3
     for theirs, ours in OTHER_NAMES.items():
         assert set(ours) & OURS <= page[theirs], theirs
-    renamed = [
-        theirs
-        for row in rows("from-trl.md", "Options")
-        if row[1].startswith("`")
-        for theirs in _quoted(row[0])
-    ]
-    assert set(renamed) - OURS <= OTHER_NAMES.keys()
+    for heading in ("Options", "Options of GRPOConfig"):
+        for row in rows("from-trl.md", heading):
+            names = _quoted(row[0]) - OURS
+            if row[1].startswith("`"):
+                assert names <= OTHER_NAMES.keys(), row
+
+
+def test_an_option_without_a_counterpart_gets_no_suggestion() -> None:
+    none = set()
+    for heading in ("Options", "Options of GRPOConfig"):
+        for row in rows("from-trl.md", heading):
+            if row[1].startswith(("none", "derived")):
+                none |= _quoted(row[0]) - OTHER_NAMES.keys()
+    assert len(none) > 50
+    of_transformers = {"local_rank", "optim_target_modules"}
+    assert none >= WITHOUT - of_transformers
+    for name in none | of_transformers:
+        assert PPOConfig.unknown(name) == f"no option {name!r}"
 
 
 def test_an_unknown_flag_of_another_project_is_answered_with_ours(capsys) -> None:
     flags = ["--per-device-train-batch-size", "4", "--cliprange=0.2"]
     answers = {
-        "train": "did you mean microbatch_size?; no option 'cliprange'; did you mean clip_ratio?",
-        "sft": "did you mean batch_size?; no option 'cliprange'",
+        "train": "did you mean --microbatch_size?; no option '--cliprange'; "
+        "did you mean --clip_ratio?",
+        "sft": "did you mean --batch_size?; no option '--cliprange'",
     }
     for command, answer in answers.items():
         with pytest.raises(SystemExit):
             cli.main([command, *flags])
         said = capsys.readouterr().err
-        assert f"no option 'per_device_train_batch_size'; {answer}\n" in said
+        assert f"no option '--per_device_train_batch_size'; {answer}\n" in said
+
+
+def test_verls_arguments_and_sections_are_answered_with_ours(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "algorithm.adv_estimator=gae", "--data.max_response_length=64"])
+    said = capsys.readouterr().err
+    assert "no option '--algorithm.adv_estimator'; did you mean --advantage?" in said
+    assert "no option '--data.max_response_length'; did you mean --max_new_tokens?" in said
+    config = tmp_path / "verl.yaml"
+    config.write_text("algorithm:\n  adv_estimator: gae\n  kl_ctrl:\n    target_kl: 6\n")
+    assert cli.main(["train", "--config", str(config)]) == 2
+    said = capsys.readouterr().err
+    assert "no option 'algorithm.adv_estimator'; did you mean advantage?" in said
+    assert "no option 'algorithm.kl_ctrl.target_kl'; did you mean kl_target or early_stop" in said
 
 
 def test_the_yaml_has_trls_defaults_as_on_the_page() -> None:
@@ -186,6 +213,13 @@ def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
 def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:
     trl = pytest.importorskip("trl", "1.16", reason="expected pip install trl==1.16.*")
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    from transformers import TrainingArguments
+
+    headings = ("Options", "Options of GRPOConfig")
+    named = {x for name in headings for row in rows("from-trl.md", name) for x in _quoted(row[0])}
+    own = theirs.keys() - {field.name for field in fields(TrainingArguments)}
+    assert len(own) > 70
+    assert own <= named
     ours = _grpo()
     same = {
         "learning_rate": "learning_rate",

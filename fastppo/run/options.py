@@ -33,7 +33,7 @@ import yaml
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
-from fastppo.run.other_names import suggestion
+from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Flag values of a bool."""
@@ -84,12 +84,19 @@ class Options:
         return _type_hints(own)
 
     @classmethod
-    def unknown(cls, name: str) -> str:
-        """Return the error about an unknown option, with our name for it or the nearest one."""
+    def unknown(cls, name: str, dashes: str = "") -> str:
+        """Return the error about an unknown option, with our name for it or the nearest one.
+
+        Args:
+            dashes: `--` shows the names as flags.
+        """
         known = [member.name for member in fields(cls)]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        meant = suggestion(name, known) or next(iter(near), None)
-        return f"no option {describe(name)}" + (f"; did you mean {meant}?" if meant else "")
+        meant = other_projects_option(name, known)
+        if meant is None:
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        question = " or ".join(dashes + option for option in meant)
+        sentence = f"no option {describe(dashes + name)}"
+        return f"{sentence}; did you mean {question}?" if question else sentence
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
@@ -200,10 +207,22 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     """
     loaded = load_yaml(path)
     known = {member.name for member in fields(options)}
-    unknown = [f"{path}: {options.unknown(str(key))}" for key in loaded if key not in known]
+    unknown = {key: value for key, value in loaded.items() if key not in known}
     if unknown:
-        raise ValueError("\n".join(unknown))
+        names = _dotted_names(unknown)
+        raise ValueError("\n".join(f"{path}: {options.unknown(name)}" for name in names))
     return loaded
+
+
+def _dotted_names(sections: Mapping[Any, Any]) -> list[str]:
+    """Return the names of nested sections, as `algorithm.gamma` in verl's configs."""
+    names = []
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            names += [f"{key}.{name}" for name in _dotted_names(value)]
+        else:
+            names.append(str(key))
+    return names
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Option names of TRL, verl and OpenRLHF, and ours for the same thing.
 
 An unknown option is answered with our name. docs/from-trl.md, from-verl.md and from-openrlhf.md
-compare the defaults. Names that are ours too are left out.
+compare the defaults. Names that are ours too are left out. TRL's options without a counterpart are
+in `WITHOUT`, so that none is answered with an option that only looks like it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,20 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "scale_rewards": ("advantage",),
     "steps_per_generation": ("minibatches",),
     "train_dataset": ("prompts", "data"),
+    "model_init_kwargs": ("param_dtype", "attn_implementation"),
+    "ref_model_sync_steps": ("reference_refresh",),
+    "sync_ref_model": ("reference_refresh",),
     "use_bias_correction_kl": ("kl_loss_estimator",),
     "use_vllm": ("rollout",),
+    "vllm_importance_sampling_cap": ("importance_cap",),
+    "vllm_importance_sampling_clip_max": ("importance_cap",),
+    "vllm_importance_sampling_clip_min": ("importance_floor",),
+    "vllm_importance_sampling_correction": ("importance_cap",),
+    "vllm_importance_sampling_mode": ("importance_mode",),
+    "vllm_mode": ("rollout",),
+    "vllm_server_base_url": ("rollout_urls",),
+    "vllm_server_host": ("rollout_urls",),
+    "vllm_server_port": ("rollout_urls",),
     # verl, without the sections of its config
     "adv_estimator": ("advantage",),
     "clip_ratio_c": ("dual_clip",),
@@ -105,14 +118,76 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def suggestion(name: str, known: Container[str] | None = None) -> str | None:
-    """Return our name of another project's option, or None for an unknown name.
+WITHOUT = {
+    # TRL: PPOConfig
+    "dataset_num_proc",
+    "ds3_gather_for_generation",
+    "local_batch_size",
+    "local_mini_batch_size",
+    "model_adapter_name",
+    "num_sample_generations",
+    "ref_adapter_name",
+    "whiten_rewards",
+    "world_size",
+    # TRL: GRPOConfig
+    "cache_implementation",
+    "cast_lm_head_to_fp32",
+    "disable_dropout",
+    "entropy_coef_delta",
+    "entropy_coef_max",
+    "entropy_coef_min",
+    "entropy_target",
+    "generation_kwargs",
+    "log_completions",
+    "log_completions_hub_repo",
+    "log_multimodal",
+    "log_unique_prompts",
+    "mask_truncated_completions",
+    "min_p",
+    "multi_objective_aggregation",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "off_policy_mask_threshold",
+    "pad_to_multiple_of",
+    "ref_model_mixup_alpha",
+    "repetition_penalty",
+    "router_aux_loss_coef",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "shuffle_dataset",
+    "top_entropy_quantile",
+    "transformers_continuous_batching_config",
+    "trust_remote_code",
+    "use_adaptive_entropy",
+    "use_transformers_continuous_batching",
+    "use_transformers_paged",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
+    "vllm_enable_sleep_mode",
+    "vllm_group_port",
+    "vllm_max_model_length",
+    "vllm_model_impl",
+    "vllm_server_timeout",
+    "vllm_structured_outputs_regex",
+    # transformers: TrainingArguments
+    "adam_beta1",
+    "local_rank",
+    "optim_target_modules",
+}
+"""Options without a counterpart; docs/from-trl.md has the reasons."""
 
-    `suggestion("cliprange")` is "clip_ratio"; two candidates are joined by "or". Sections in front
-    of a dot (`actor.optim.lr`) are ignored.
+
+def other_projects_option(name: str, known: Container[str]) -> list[str] | None:
+    """Return our names of another project's option, or None for an unknown name.
+
+    `other_projects_option("cliprange", …)` is ["clip_ratio"]. The list is empty for an option
+    without a counterpart. Sections in front of a dot (`actor.optim.lr`) are ignored.
 
     Args:
-        known: the names to choose from; default all of ours.
+        known: the names to choose from.
     """
-    ours = OTHER_NAMES.get(name.rpartition(".")[2], ())
-    return " or ".join(option for option in ours if known is None or option in known) or None
+    name = name.rpartition(".")[2]
+    ours = [option for option in OTHER_NAMES.get(name, ()) if option in known]
+    return ours if ours or name in WITHOUT else None

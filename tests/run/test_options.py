@@ -11,7 +11,7 @@ import pytest
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import Options, option, read_yaml
-from fastppo.run.other_names import OTHER_NAMES, suggestion
+from fastppo.run.other_names import OTHER_NAMES, other_projects_option
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
@@ -170,5 +170,8 @@ def test_other_names_map_to_our_options() -> None:
         assert name not in PPOConfig().to_dict()
         assert options
         assert set(options) <= ours
-    assert suggestion("actor_rollout_ref.actor.optim.lr") == "learning_rate"
-    assert suggestion("learning_rate") is None
+    known = {"learning_rate", "kl_loss_coef", "kl_coef"}
+    assert other_projects_option("actor_rollout_ref.actor.optim.lr", known) == ["learning_rate"]
+    assert other_projects_option("beta", known) == ["kl_loss_coef", "kl_coef"]
+    assert other_projects_option("learning_rate", known) is None
+    assert other_projects_option("local_rank", known) == []
