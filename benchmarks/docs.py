@@ -1,8 +1,10 @@
-"""Write docs/benchmarks.md, docs/speedups.svg and numbers of the README: `fastppo bench docs`.
+"""Write docs/benchmarks.md, docs/speedups.svg and numbers of the README.
+
+    python -m benchmarks.docs
 
 All of it comes from the files in benchmarks/results. The page and the chart are written whole; in
-the README only the text between markers is. `tests/benchmarks/test_benchmarks.py` fails when they
-differ from the results.
+the README only the text between markers is. `tests/benchmarks/test_docs.py` fails when they differ
+from the results.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import plots, predictions, report, trl_iteration
-from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
+from benchmarks import plots, predictions, results, trl_iteration
+from benchmarks.measure import growth_exponent
+from benchmarks.results import Results, device_title, is_ours
 from benchmarks.shapes import MODELS
+from benchmarks.units import seconds, size, times
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
 CHART = ROOT / "docs" / "speedups.svg"
-BONUS = "entropy bonus"
 
 NOT_MEASURED = predictions.NOT_MEASURED
 PLAIN = ("eager PyTorch", "Python loop")
@@ -38,7 +41,7 @@ HEADER = [
 INTRO = """# Benchmarks
 
 Every operation next to plain PyTorch, `torch.compile` and other packages with the same operation.
-`fastppo bench docs` writes this page, and the numbers in the README, from the files in
+`python -m benchmarks.docs` writes this page, and the numbers in the README, from the files in
 `benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) explains the
 columns and [their limits](../benchmarks/README.md#limits-of-these-numbers).
 [Kernel notes](../kernels/NOTES.md) list the floor of each kernel and the attempts to reach it.
@@ -47,67 +50,59 @@ Times are medians of a call. Plain PyTorch is the code you write without a libra
 other is "none" if no other provider runs the case. Every provider agreed with fp64 before it was
 timed."""
 
-
-def load() -> list[dict[str, Any]]:
-    """Return the results: GPUs first, then by date, newest first."""
-    records = [report.read(path) for path in RESULTS.glob("*.json")]
-    records.sort(key=lambda record: record["date"], reverse=True)
-    return sorted(records, key=lambda record: record["device"]["type"] == "cpu")
-
-
 # ----------------------------------------------------------------------------------------- the page
 
 
-def page(records: Sequence[dict[str, Any]]) -> str:
+def page(devices: Sequence[Results]) -> str:
     """Return docs/benchmarks.md.
 
-    Among CPUs only the newest shows growth, claims and memory; memory is the same on all CPUs.
+    Among CPUs only the newest shows growth, promises and memory; memory is the same on all CPUs.
     """
-    newest = newest_cpu(records)
-    newest_grid = _newest_grid(records)
+    newest = newest_cpu(devices)
+    newest_grid = _newest_grid(devices)
     sections = [INTRO]
-    for record in records:
-        is_older = record["device"]["type"] == "cpu" and record is not newest
-        sections.append(_cases(record, with_memory=not is_older))
-        if record.get("sweeps") and not is_older:
-            sections.append(_growths(record))
-        if record is newest:
-            sections.append(_claims(record))
-        if record is newest_grid:
-            sections.append(_grid(record))
-    if not _on_gpus(records):
+    for device in devices:
+        is_older = not device.is_on_gpu and device is not newest
+        sections.append(_cases(device, with_memory=not is_older))
+        if device.having("variable") and not is_older:
+            sections.append(_growths(device))
+        if device is newest:
+            sections.append(_promises(device))
+        if device is newest_grid:
+            sections.append(_grid(device))
+    if not _on_gpus(devices):
         sections.append(_gpu_not_measured())
-    sections.append(_predicted(records))
+    sections.append(_predicted(devices))
     return "\n\n".join(sections) + "\n"
 
 
-def _cpus_with_claims(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
-
-
-def newest_cpu(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the CPU results with the newest claims.
+def newest_cpu(devices: Sequence[Results]) -> Results:
+    """Return the CPU with the newest promised ratios.
 
     Raises:
-        ValueError: no CPU results have claims.
+        ValueError: no CPU has measured them.
     """
-    cpus = _cpus_with_claims(records)
+    cpus = _cpus(devices)
     if not cpus:
         raise ValueError(
-            "expected a CPU's results with claims in benchmarks/results, got none: "
-            "run `python -m benchmarks --keep` and `python -m benchmarks claims --keep`"
+            "expected promised ratios of a CPU in benchmarks/results, got none: see "
+            "benchmarks/README.md for the command that keeps a run"
         )
-    return max(cpus, key=lambda record: record["claims_measured"]["date"])
+    return max(cpus, key=lambda device: device.time_of("promised"))
 
 
-def _newest_grid(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results with the newest comparison of iterations with TRL."""
-    grids = [record for record in records if record.get("trl_grid")]
-    return max(grids, key=lambda record: record["trl_grid"]["date"])
+def _cpus(devices: Sequence[Results]) -> list[Results]:
+    """Return the CPUs with measured promises."""
+    return [device for device in devices if not device.is_on_gpu and device.having("promised")]
 
 
-def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [record for record in records if record["device"]["type"] == "cuda"]
+def _newest_grid(devices: Sequence[Results]) -> Results:
+    """Return the device with the newest comparison of iterations with TRL."""
+    return max(devices, key=lambda device: device.time_of("iteration"))
+
+
+def _on_gpus(devices: Sequence[Results]) -> list[Results]:
+    return [device for device in devices if device.is_on_gpu]
 
 
 def _gpu_not_measured() -> str:
@@ -118,14 +113,14 @@ def _gpu_not_measured() -> str:
     )
 
 
-def _predicted(records: Sequence[dict[str, Any]]) -> str:
+def _predicted(devices: Sequence[Results]) -> str:
     copies = " and ".join(f"{card.copy / 1e12:.1f} on an {card.name}" for card in predictions.CARDS)
     rates = " to ".join(f"{rate / 1e12:.0f}" for rate in predictions.MATMUL_RATES)
     works = predictions.works()
     named = [model for model in MODELS.values() if any(model.name in w.shape for w in works)]
     models = "; ".join(f"{m.name} {m.vocab} and {m.hidden}" for m in named)
-    rows = [predictions.HEADER, *predictions.table(records)]
-    if not _on_gpus(records):
+    rows = [predictions.HEADER, *predictions.table(devices)]
+    if not _on_gpus(devices):
         rows = [row[:-1] for row in rows]  # the measured column is empty
     return "\n\n".join(
         [
@@ -142,107 +137,139 @@ def _predicted(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _cases(record: dict[str, Any], *, with_memory: bool) -> str:
-    packages = record["packages"]
-    versions = f"torch {packages['torch']}"
-    if record["device"]["type"] == "cuda":
-        versions += f", Triton {packages['triton']}"
-    providers = {row["provider"] for case in record["cases"] for row in case["rows"]}
+def _cases(device: Results, *, with_memory: bool) -> str:
+    by_case: dict[str, dict[str, Any]] = {}
+    for _, test in device.having("floor_seconds"):
+        info = test["extra_info"]
+        if "variable" not in info:
+            title = f"{info['case']}, {info['shape']}"
+            by_case.setdefault(title, {})[info["provider"]] = test
+    providers = {name for tests in by_case.values() for name in tests}
     without = "" if "torch.compile" in providers else " Without `torch.compile`."
-    rows = [HEADER, *map(_row, record["cases"])]
+    rows = [HEADER, *(_row(title, tests) for title, tests in by_case.items())]
     if not with_memory:
         rows = [row[: HEADER.index("memory")] for row in rows]
     return "\n\n".join(
-        [
-            f"## {device_title(record['device'])}",
-            f"{record['date'][:10]}, {versions}. Ceilings of the same run: "
-            f"{report.ceilings_line(record)}.{without}",
-            table(rows[0], rows[1:]),
-        ]
+        [f"## {device_title(device.device)}", _about(device) + without, table(rows[0], rows[1:])]
     )
 
 
-def _growths(record: dict[str, Any]) -> str:
-    rows = [_growth(sweep) for sweep in record["sweeps"]]
-    return "\n\n".join(
-        [
-            "Growth of time with size, as the exponent of a fitted power law:",
-            table(["operation and sizes", "FastPPO", "plain PyTorch"], rows),
-        ]
-    )
+def _about(device: Results) -> str:
+    """Describe the runs: date, versions, ceilings, and the note on converted files."""
+    lines = []
+    for run in device.runs:
+        if run.ceilings is not None:
+            versions = f"torch {run.packages['torch']}"
+            if device.is_on_gpu:
+                versions += f", Triton {run.packages['triton']}"
+            ceilings = results.ceilings_line(run.ceilings)
+            note = f" {run.note}" if run.note else ""
+            lines.append(f"{run.date}, {versions}. Ceilings of the same run: {ceilings}.{note}")
+    return " ".join(lines)
 
 
-def _claims(record: dict[str, Any]) -> str:
-    return "\n\n".join(
-        [
-            "Claims, checked by `fastppo bench claims`. Each ratio is the median over pairs of "
-            f"neighboring calls in one run ({record['claims_measured']['date'][:10]}). Eager is "
-            "plain PyTorch:",
-            table(
-                ["ratio", "measured", "target", "result"],
-                [_claim(claim) for claim in record["claims"]],
-            ),
-        ]
-    )
-
-
-def _grid(record: dict[str, Any]) -> str:
-    return "\n\n".join(
-        [
-            "A PPO iteration of 16 episodes against TRL 1.12, on one thread "
-            f"(`python -m benchmarks.trl_iteration --grid`, {record['trl_grid']['date'][:10]}). "
-            "The floor is the iteration's FLOP at the rate of a large matrix product. The last "
-            "column is the ratio of FLOP, the speed-up at equal efficiency:",
-            table(
-                trl_iteration.HEADER,
-                [trl_iteration.cells(row) for row in record["trl_grid"]["rows"]],
-            ),
-        ]
-    )
-
-
-def _row(case: dict[str, Any]) -> list[str]:
-    timed = {row["provider"]: row for row in case["rows"] if row["status"] == "timed"}
-    ours = timed.get("FastPPO")
-    plain = _plain(timed)
-    others = [r for name, r in timed.items() if not is_ours(name) and name not in PLAIN]
-    best = min(others, key=lambda row: row["median_seconds"], default=None)
-    return [
-        f"{case['case']}, {case['shape']}",
-        NOT_MEASURED if ours is None else f"**{seconds(ours['median_seconds'])}**",
-        NOT_MEASURED if ours is None else f"{ours['percent_of_floor']:.0f} %",
-        NOT_MEASURED if plain is None else seconds(plain["median_seconds"]),
-        "none" if best is None else f"{best['provider']} {seconds(best['median_seconds'])}",
-        NOT_MEASURED if ours is None else size(ours["peak_extra_bytes"]),
-        NOT_MEASURED if plain is None else size(plain["peak_extra_bytes"]),
+def _row(title: str, tests: dict[str, Any]) -> list[str]:
+    ours = tests.get("FastPPO")
+    plain = _plain(tests)
+    others = [
+        test
+        for name, test in tests.items()
+        if not is_ours(name) and name not in PLAIN and not test["extra_info"]["is_bound"]
     ]
+    best = min(others, key=_median, default=None)
+    return [
+        title,
+        NOT_MEASURED if ours is None else f"**{seconds(_median(ours))}**",
+        NOT_MEASURED if ours is None else f"{ours['extra_info']['percent_of_floor']:.0f} %",
+        NOT_MEASURED if plain is None else seconds(_median(plain)),
+        "none" if best is None else f"{best['extra_info']['provider']} {seconds(_median(best))}",
+        NOT_MEASURED if ours is None else size(ours["extra_info"]["peak_extra_bytes"]),
+        NOT_MEASURED if plain is None else size(plain["extra_info"]["peak_extra_bytes"]),
+    ]
+
+
+def _median(test: dict[str, Any]) -> float:
+    return test["stats"]["median"]
 
 
 def _plain(by_provider: dict[str, Any]) -> Any:
     return next((by_provider[name] for name in PLAIN if name in by_provider), None)
 
 
-def _growth(sweep: dict[str, Any]) -> list[str]:
-    variable = sweep["variable"]
-    growth = sweep["growth"]
-    sizes = [point["size"] for point in sweep["points"]]
+def _growths(device: Results) -> str:
+    sweeps: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
+    for _, test in device.having("variable"):
+        info = test["extra_info"]
+        of_sweep = sweeps.setdefault((info["case"], info["variable"]), {})
+        of_sweep.setdefault(info["provider"], []).append((info["size"], _median(test)))
+    return "\n\n".join(
+        [
+            "Growth of time with size, as the exponent of a fitted power law:",
+            table(
+                ["operation and sizes", "FastPPO", "plain PyTorch"],
+                [_growth(*key, points) for key, points in sweeps.items()],
+            ),
+        ]
+    )
 
-    def power(fit: dict[str, Any] | None) -> str:
-        if fit is None or fit["time"] is None:
+
+def _growth(case: str, variable: str, points: dict[str, list[tuple[int, float]]]) -> list[str]:
+    sizes = [size for size, _ in points["FastPPO"]]
+
+    def power(measured: list[tuple[int, float]] | None) -> str:
+        if measured is None:
             return NOT_MEASURED
-        return f"{variable}^{fit['time']:.2f}"
+        return f"{variable}^{growth_exponent(*zip(*measured, strict=True)):.2f}"
 
-    title = f"{sweep['case']}, {variable} from {sizes[0]} to {sizes[-1]}"
-    return [title, power(growth.get("FastPPO")), power(_plain(growth))]
+    title = f"{case}, {variable} from {sizes[0]} to {sizes[-1]}"
+    return [title, power(points.get("FastPPO")), power(_plain(points))]
 
 
-def _claim(claim: dict[str, Any]) -> list[str]:
-    measured = claim["measured"]
-    verdict = claim["verdict"].lower()
-    if claim["verdict"] == "FAIL" and claim["detail"]:
-        verdict += f": {claim['detail']}"
-    shown = NOT_MEASURED if measured is None else f"{measured:.2f}"
-    return [claim["text"], shown, claim["wanted"], verdict]
+def _promises(device: Results) -> str:
+    tests = device.having("promised")
+    rows = []
+    for _, test in tests:
+        info = test["extra_info"]
+        kept = "yes" if info["ratio"] >= info["promised"] else f"no{_quartiles(info)}"
+        what = f"{info['operation']}, {info['shape']}: {info['kind']} than {info['against']}"
+        rows.append([what, _factor(info["ratio"]), f"≥ {_factor(info['promised'])}", kept])
+    date = device.time_of("promised")[:10]
+    if any(run.note for run, _ in tests):
+        date += ", measured with the earlier runner"
+    return "\n\n".join(
+        [
+            "Promised ratios (`pytest benchmarks -m promise`). A speed-up is the median over pairs "
+            f"of neighboring calls in one run ({date}):",
+            table(["promise", "measured", "promised", "kept"], rows),
+        ]
+    )
+
+
+def _factor(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio < 1.05 else times(ratio)
+
+
+def _quartiles(info: dict[str, Any]) -> str:
+    if "quartiles" not in info:
+        return ""
+    low, high = map(times, info["quartiles"])
+    return f": quartiles {low} to {high}"
+
+
+def _grid(device: Results) -> str:
+    return "\n\n".join(
+        [
+            "A PPO iteration of 16 episodes against TRL 1.12, on one thread "
+            f"(`pytest benchmarks -m slow`, {device.time_of('iteration')[:10]}). The floor is the "
+            "iteration's FLOP at the rate of a large matrix product. The last column is the ratio "
+            "of FLOP, the speed-up at equal efficiency:",
+            table(trl_iteration.HEADER, [trl_iteration.cells(row) for row in _iterations(device)]),
+        ]
+    )
+
+
+def _iterations(device: Results) -> list[dict[str, Any]]:
+    return [test["extra_info"]["iteration"] for _, test in device.having("iteration")]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -263,37 +290,33 @@ class Comparison(NamedTuple):
     memory_saved: float | None = None
 
 
-def comparisons(cpu: dict[str, Any]) -> dict[str, Comparison]:
-    """Return the comparisons that the README shows, by name.
+def comparisons(cpu: Results) -> dict[str, Comparison]:
+    """Return the comparisons that the README shows, by operation.
 
     Raises:
-        ValueError: a claim is missing or was not measured.
+        ValueError: a promised ratio was not measured.
     """
-    claims = cpu["claims"]
-    found = {}
-    for what in ("ppo_loss", "linear_ppo_loss"):
-        for bonus in (BONUS, f"no {BONUS}"):
-            start = f"{what} with gradients"
-            time = _claim_value(claims, start, f", {bonus}: time over eager's")
-            memory = _claim_value(claims, start, f", {bonus}: extra memory over eager's")
-            found[f"{what}, {bonus}"] = Comparison(what, "PyTorch", 1 / time, 1 / memory)
-    iteration = _claim_value(claims, "a PPO iteration", ": episodes per second over TRL's")
-    found["iteration"] = Comparison("PPO iteration", "TRL 1.12", iteration)
-    loop = _claim_value(claims, "gae", ": times as fast as TRL's loop")
-    found["gae"] = Comparison("gae", "TRL's loop", loop)
-    return found
+    ratios: dict[tuple[str, ...], float] = {}
+    for _, test in cpu.having("promised"):
+        info = test["extra_info"]
+        ratios[info["operation"], info["kind"], info["against"]] = info["ratio"]
 
+    def ratio(*key: str) -> float:
+        if ratios.get(key) is None:
+            raise ValueError(
+                f"{device_title(cpu.device)} has no measured ratio of {', '.join(key)}"
+            )
+        return float(ratios[key])
 
-def _claim_value(claims: list[dict[str, Any]], start: str, end: str) -> float:
-    """Return the measured value of the one claim that starts and ends like this."""
-    values = [
-        claim["measured"]
-        for claim in claims
-        if claim["text"].startswith(start) and claim["text"].endswith(end)
-    ]
-    if len(values) != 1 or values[0] is None:
-        raise ValueError(f"expected one measured claim “{start} … {end}”, got {values}")
-    return float(values[0])
+    shown = {}
+    for function, case in (("ppo_loss", "loss"), ("linear_ppo_loss", "linear loss")):
+        for operation in (case, f"{case}, no entropy"):
+            faster = ratio(operation, "faster", "eager PyTorch")
+            less = ratio(operation, "less memory", "eager PyTorch")
+            shown[operation] = Comparison(function, "PyTorch", faster, less)
+    for operation, other in (("PPO iteration", "TRL 1.12"), ("gae", "TRL's loop")):
+        shown[operation] = Comparison(operation, other, ratio(operation, "faster", other))
+    return shown
 
 
 def span(ratios: Sequence[float]) -> str:
@@ -302,16 +325,11 @@ def span(ratios: Sequence[float]) -> str:
     return high if low == high else f"{low.removesuffix('×')} to {high}"
 
 
-def times(ratio: float) -> str:
-    """Format a speed-up: 17.4 as "17×", 4.98 as "5×"."""
-    return f"{ratio:.0f}×" if ratio >= 9.95 else f"{ratio:.1f}".removesuffix(".0") + "×"
-
-
-def bars(records: Sequence[dict[str, Any]]) -> list[plots.Bar]:
+def bars(devices: Sequence[Results]) -> list[plots.Bar]:
     """Return the bars of the README's chart, measured on the newest CPU."""
-    shown = comparisons(newest_cpu(records))
-    losses = [shown[f"ppo_loss, {BONUS}"], shown[f"linear_ppo_loss, {BONUS}"]]
-    faster = [*losses, shown["iteration"], shown["gae"]]
+    shown = comparisons(newest_cpu(devices))
+    losses = [shown["loss"], shown["linear loss"]]
+    faster = [*losses, shown["PPO iteration"], shown["gae"]]
     return [
         *(plots.Bar("faster", c.what, c.against, c.speed_up, times(c.speed_up)) for c in faster),
         *(
@@ -322,22 +340,22 @@ def bars(records: Sequence[dict[str, Any]]) -> list[plots.Bar]:
     ]
 
 
-def machine(record: dict[str, Any]) -> str:
-    """Return the label of the chart: the device, torch, and the date of the claims."""
-    date = record["claims_measured"]["date"][:10]
-    torch = record["packages"]["torch"].partition("+")[0]
-    return f"{device_title(record['device'])}, torch {torch}, {date}"
+def machine(device: Results) -> str:
+    """Return the label of the chart: the device, torch, and the date of the promised ratios."""
+    (torch, *_) = [run.packages["torch"] for run in reversed(device.runs) if run.packages]
+    version = str(torch).partition("+")[0]
+    return f"{device_title(device.device)}, torch {version}, {device.time_of('promised')[:10]}"
 
 
-def sections(records: Sequence[dict[str, Any]]) -> dict[str, str]:
+def sections(devices: Sequence[Results]) -> dict[str, str]:
     """Return the README's text for each pair of markers.
 
     Raises:
-        ValueError: no CPU has measured claims.
+        ValueError: no CPU has measured the promised ratios.
     """
-    shown = bars(records)
+    shown = bars(devices)
     alt = "; ".join(f"{bar.what} {bar.label} {bar.group} than {bar.against}" for bar in shown)
-    gpus = [device_title(record["device"]) for record in _on_gpus(records)]
+    gpus = [device_title(device.device) for device in _on_gpus(devices)]
     chart = f"""
 ![{alt}](docs/speedups.svg)
 
@@ -345,7 +363,7 @@ def sections(records: Sequence[dict[str, Any]]) -> dict[str, str]:
 including those where FastPPO loses, and
 [their limits](benchmarks/README.md#limits-of-these-numbers).*
 """
-    measured = [comparisons(record) for record in _cpus_with_claims(records)]
+    measured = [comparisons(device) for device in _cpus(devices)]
 
     def faster(name: str) -> str:
         return span([of_cpu[name].speed_up for of_cpu in measured]) + " faster"
@@ -354,17 +372,15 @@ including those where FastPPO loses, and
         ratios = [of_cpu[name].memory_saved for of_cpu in measured]
         return span([ratio for ratio in ratios if ratio is not None]) + " less memory"
 
-    with_bonus, without = f"ppo_loss, {BONUS}", f"ppo_loss, no {BONUS}"
-    linear = f"linear_ppo_loss, {BONUS}"
-    grid = span([row["speed_up"] for row in _newest_grid(records)["trl_grid"]["rows"]])
+    grid = span([row["speed_up"] for row in _iterations(_newest_grid(devices))])
     numbers = f"""
 - **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
-  logits: {faster(with_bonus)} than plain PyTorch with {saved(with_bonus)}.
-  Without an entropy bonus: {faster(without)}, {saved(without)}.
+  logits: {faster("loss")} than plain PyTorch with {saved("loss")}.
+  Without an entropy bonus: {faster("loss, no entropy")}, {saved("loss, no entropy")}.
 - **No full logits.** `linear_ppo_loss` includes the lm-head and computes the logits in chunks:
-  {saved(linear)}, {faster(linear)}.
+  {saved("linear loss")}, {faster("linear loss")}.
 - **One forward pass.** Policy and value function share a trunk. A PPO iteration of a tiny model is
-  {faster("iteration")} than TRL 1.12's, and {grid} faster over a grid of nine sizes.
+  {faster("PPO iteration")} than TRL 1.12's, and {grid} faster over a grid of nine sizes.
 """
     return {"chart": chart[1:], "numbers": numbers[1:] + "  "}  # the end marker stays in the list
 
@@ -375,7 +391,7 @@ def split(text: str, section: str) -> tuple[str, str, str]:
     Raises:
         ValueError: the section's markers are missing.
     """
-    begin, end = f"<!-- fastppo bench docs: {section} -->\n", f"<!-- end of {section} -->"
+    begin, end = f"<!-- python -m benchmarks.docs: {section} -->\n", f"<!-- end of {section} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"README.md must contain {begin.strip()} and {end} once each")
     before, _, rest = text.partition(begin)
@@ -383,17 +399,18 @@ def split(text: str, section: str) -> tuple[str, str, str]:
     return before + begin, content, end + after
 
 
-def update() -> list[Path]:
-    """Write the README's sections, the page and the chart; return the changed files."""
-    records = load()
+def update() -> None:
+    """Write the README's sections, the page and the chart."""
+    devices = results.load()
     readme = README.read_text(encoding="utf-8")
-    for section, content in sections(records).items():
+    for section, content in sections(devices).items():
         before, _, after = split(readme, section)
         readme = before + content + after
-    changed = []
-    for file, content in {README: readme, PAGE: page(records)}.items():
-        if content != file.read_text(encoding="utf-8"):
-            file.write_text(content, encoding="utf-8")
-            changed.append(file)
-    plots.draw_chart(bars(records), machine(newest_cpu(records)), CHART)
-    return [*changed, CHART]
+    README.write_text(readme, encoding="utf-8")
+    PAGE.write_text(page(devices), encoding="utf-8")
+    plots.draw_chart(bars(devices), machine(newest_cpu(devices)), CHART)
+    print(f"written {', '.join(str(path.relative_to(ROOT)) for path in (README, PAGE, CHART))}")
+
+
+if __name__ == "__main__":
+    update()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 import fastppo
 from benchmarks import peers
 from benchmarks.case import (
+    COMPILED,
     FLOAT_BYTES,
     TOKEN_BYTES,
     Case,
+    Inputs,
     Outputs,
     Peer,
     Provider,
@@ -25,7 +28,6 @@ from benchmarks.case import (
     compiled,
     draw_normal,
 )
-from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, Stats, clipped_loss
 from benchmarks.shapes import Tokens
 
@@ -37,9 +39,9 @@ TRUTH_ELEMENTS = 2**26
 STATS_FLOP = 5  # per logit: subtract the maximum, exp, add; multiply and add for the entropy
 GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, multiply-add, multiply
 
-NO_ENTROPY = "has no entropy term"
-
 TRL_KERNEL = "TRL, Triton kernel"
+VERL_KERNEL = "verl, Triton kernel"
+CCE = "Cut Cross-Entropy"
 LIGER_STATS = "Liger-Kernel, scaled cross-entropy"
 
 
@@ -220,7 +222,7 @@ def loss_case(
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
         return Provider(label, loss_from(function, entropy_coef, leaves))
 
-    def liger(device: torch.device) -> tuple[Provider, ...]:
+    def liger(device: torch.device) -> Provider:
         loss = peers.liger_loss(device)
         call = loss_from(loss.call, entropy_coef, leaves)
 
@@ -230,22 +232,22 @@ def loss_case(
                 outputs["logits_grad"] = outputs["logits_grad"][:, :-1]
             return outputs
 
-        return (Provider("Liger-Kernel", without_the_last_rows, prepare=loss.prepare),)
+        return Provider("Liger-Kernel", without_the_last_rows, prepare=loss.prepare)
 
-    providers = [provider("FastPPO", our_loss), provider("eager PyTorch", eager_loss)]
+    providers = [
+        provider("FastPPO", our_loss),
+        provider("eager PyTorch", eager_loss),
+        provider(COMPILED, lambda *a: compiled(eager_loss)(*a)),
+    ]
     if with_gradient:
         inplace = loss_from(partial(our_loss, inplace=True), entropy_coef, leaves)
         providers.insert(1, Provider("FastPPO, in place", inplace, writes=("logits",)))
     peers_of_case = [
-        Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_stats(d))),)),
-        Peer(
-            TRL_KERNEL,
-            "trl",
-            lambda d: (provider(TRL_KERNEL, _around(peers.trl_kernel_stats(d))),),
-        ),
-        Peer("verl", "verl", lambda d: (provider("verl", peers.verl_loss(d)),)),
+        Peer("TRL", "trl", lambda d: provider("TRL", _around(peers.trl_stats(d)))),
+        Peer(TRL_KERNEL, "trl", lambda d: provider(TRL_KERNEL, _around(peers.trl_kernel_stats(d)))),
+        Peer("verl", "verl", lambda d: provider("verl", peers.verl_loss(d))),
     ]
-    if not entropy_coef:
+    if not entropy_coef:  # Liger's loss has no entropy term
         peers_of_case.append(Peer("Liger-Kernel", "liger-kernel", liger))
     return Case(
         name if entropy_coef else f"{name}, no entropy",
@@ -261,10 +263,8 @@ def loss_case(
         draw=lambda seed, device: draw_logits(shape, dtype, seed, device),
         truth=_exact_loss(entropy_coef, with_gradient),
         providers=tuple(providers),
-        compiled=(provider("torch.compile", lambda *a: compiled(eager_loss)(*a)),),
         tolerance=GRADIENT_TOLERANCE[dtype],
         peers=tuple(peers_of_case),
-        notes={"Liger-Kernel": NO_ENTROPY} if entropy_coef else {},
     )
 
 
@@ -323,13 +323,16 @@ def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
         bytes_and_flop=f"logits read; {STATS_FLOP} FLOP per logit",
         draw=lambda seed, device: draw_logits(shape, dtype, seed, device),
         truth=_exact_stats,
-        providers=(provider("FastPPO", _our_stats), provider("eager PyTorch", eager_stats)),
-        compiled=(provider("torch.compile", lambda *a: compiled(eager_stats)(*a)),),
+        providers=(
+            provider("FastPPO", _our_stats),
+            provider("eager PyTorch", eager_stats),
+            provider(COMPILED, lambda *a: compiled(eager_stats)(*a)),
+        ),
         tolerance=STATS_TOLERANCE,
         peers=(
-            Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_stats(d)),)),
-            Peer(TRL_KERNEL, "trl", lambda d: (provider(TRL_KERNEL, peers.trl_kernel_stats(d)),)),
-            Peer("verl", "verl", lambda d: (provider("verl", peers.verl_stats(d)),)),
+            Peer("TRL", "trl", lambda d: provider("TRL", peers.trl_stats(d))),
+            Peer(TRL_KERNEL, "trl", lambda d: provider(TRL_KERNEL, peers.trl_kernel_stats(d))),
+            Peer("verl", "verl", lambda d: provider("verl", peers.verl_stats(d))),
         ),
     )
 
@@ -463,63 +466,34 @@ def linear_loss_case(
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
         return Provider(label, loss_from(function, entropy_coef, leaves))
 
-    def verl(device: torch.device) -> tuple[Provider, ...]:
-        chunked = provider("verl", _around(peers.verl_linear_stats(device)))
-        if device.type != "cuda":
-            return (chunked,)
-        kernel = _around(peers.verl_linear_kernel(device))
-        return chunked, provider("verl, Triton kernel", kernel)
+    def peer(label: str, distribution: str, stats: Callable[..., Stats], **options: Any) -> Peer:
+        """Return a peer whose logprobs and entropy go into the case's loss."""
+        return Peer(label, distribution, lambda d: provider(label, _around(stats(d, **options))))
 
-    def liger(device: torch.device) -> tuple[Provider, ...]:
+    def liger(device: torch.device) -> Provider:
         loss = peers.liger_linear_loss(device)
         call = loss_from(loss.call, entropy_coef, leaves)
-        return (Provider("Liger-Kernel", call, prepare=loss.prepare),)
+        return Provider("Liger-Kernel", call, prepare=loss.prepare)
 
-    def cce(device: torch.device) -> tuple[Provider, ...]:
-        usual = provider("Cut Cross-Entropy", _around(peers.cce_linear_stats(device)))
-        if device.type != "cuda":
-            return (usual,)
-        # By default it drops gradients below 2⁻¹² of a row.
-        exact = _around(peers.cce_linear_stats(device, filter_eps=None))
-        return usual, provider("Cut Cross-Entropy, unfiltered", exact)
-
-    def quack(device: torch.device) -> tuple[Provider, ...]:
-        return (
-            provider("QuACK", _around(peers.quack_linear_stats(device))),
-            _cross_entropy("QuACK, mean logprob", device, scaled_exp=False),
-            _cross_entropy("QuACK, scaled-exp, mean logprob", device, scaled_exp=True),
-        )
+    def quack(label: str, *, scaled_exp: bool) -> Peer:
+        build = partial(_cross_entropy, label, scaled_exp=scaled_exp)
+        return Peer(label, "quack-kernels", build)
 
     peers_of_case = [
-        Peer("verl", "verl", verl),
-        Peer(
-            "TRL",
-            "trl",
-            lambda d: (
-                provider(
-                    "TRL",
-                    _around(peers.trl_linear_stats(d, entropy_gradient=bool(entropy_coef))),
-                ),
-            ),
-        ),
-        Peer(
-            LIGER_STATS,
-            "liger-kernel",
-            lambda d: (provider(LIGER_STATS, _around(peers.liger_linear_stats(d))),),
-        ),
+        peer("verl", "verl", peers.verl_linear_stats),
+        peer(VERL_KERNEL, "verl", peers.verl_linear_kernel),
+        peer("TRL", "trl", peers.trl_linear_stats, entropy_gradient=bool(entropy_coef)),
+        peer(LIGER_STATS, "liger-kernel", peers.liger_linear_stats),
     ]
-    if not entropy_coef:
+    if not entropy_coef:  # the others have no entropy term
         peers_of_case += [
             Peer("Liger-Kernel", "liger-kernel", liger),
-            Peer(
-                "Cut Cross-Entropy",
-                "cut-cross-entropy",
-                cce,
-            ),
-            Peer("QuACK", "quack-kernels", quack),
+            peer(CCE, "cut-cross-entropy", peers.cce_linear_stats),
+            peer(f"{CCE}, unfiltered", "cut-cross-entropy", peers.cce_unfiltered_stats),
+            peer("QuACK", "quack-kernels", peers.quack_linear_stats),
+            quack("QuACK, mean logprob", scaled_exp=False),
+            quack("QuACK, scaled-exp, mean logprob", scaled_exp=True),
         ]
-    without = ("Liger-Kernel", "Cut Cross-Entropy", "QuACK")
-    notes = dict.fromkeys(without, NO_ENTROPY)
     return Case(
         "linear loss" if entropy_coef else "linear loss, no entropy",
         str(shape),
@@ -533,12 +507,11 @@ def linear_loss_case(
         providers=(
             provider("FastPPO", our_linear_loss),
             provider("eager PyTorch", eager_linear_loss),
+            provider(COMPILED, lambda *a: compiled(eager_linear_loss)(*a)),
             _gemms(gradients=True),
         ),
-        compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_loss)(*a)),),
         tolerance=LINEAR_TOLERANCE[dtype],
         peers=tuple(peers_of_case),
-        notes=notes if entropy_coef else {},
     )
 
 
@@ -590,11 +563,8 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
 
         return Provider(label, call)
 
-    def verl(device: torch.device) -> tuple[Provider, ...]:
-        chunked = provider("verl", peers.verl_linear_stats(device))
-        if device.type != "cuda":
-            return (chunked,)
-        return chunked, provider("verl, Triton kernel", peers.verl_linear_kernel(device))
+    def peer(label: str, distribution: str, stats: Callable[[torch.device], Stats]) -> Peer:
+        return Peer(label, distribution, lambda d: provider(label, stats(d)))
 
     return Case(
         "linear logprobs",
@@ -609,27 +579,16 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         providers=(
             provider("FastPPO", _our_linear_stats),
             provider("eager PyTorch", eager_linear_stats),
+            provider(COMPILED, lambda *a: compiled(eager_linear_stats)(*a)),
             _gemms(gradients=False),
         ),
-        compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_stats)(*a)),),
         tolerance=LINEAR_STATS_TOLERANCE[dtype],
         peers=(
-            Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_linear_stats(d)),)),
-            Peer("verl", "verl", verl),
-            Peer(
-                LIGER_STATS,
-                "liger-kernel",
-                lambda d: (provider(LIGER_STATS, peers.liger_linear_stats(d)),),
-            ),
-            Peer(
-                "Cut Cross-Entropy",
-                "cut-cross-entropy",
-                lambda d: (provider("Cut Cross-Entropy", peers.cce_linear_stats(d)),),
-            ),
-            Peer(
-                "QuACK",
-                "quack-kernels",
-                lambda d: (provider("QuACK", peers.quack_linear_stats(d)),),
-            ),
+            peer("TRL", "trl", peers.trl_linear_stats),
+            peer("verl", "verl", peers.verl_linear_stats),
+            peer(VERL_KERNEL, "verl", peers.verl_linear_kernel),
+            peer(LIGER_STATS, "liger-kernel", peers.liger_linear_stats),
+            peer(CCE, "cut-cross-entropy", peers.cce_linear_stats),
+            peer("QuACK", "quack-kernels", peers.quack_linear_stats),
         ),
     )

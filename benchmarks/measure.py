@@ -1,14 +1,14 @@
 """Measure time, memory, ceilings and errors.
 
-- Time: on a GPU `triton.testing.do_bench`, with an empty cache before each call. On a CPU
-  `torch.utils.benchmark` in ROUNDS blocks; providers alternate, so a slow minute hits all of them,
-  and calls rotate through more inputs than fit in the caches.
+- Time: `pytest-benchmark` on a CPU, on rotating inputs larger than the caches. On a GPU
+  `triton.testing.do_bench`, with an empty cache before each call; `Replay` hands its times to
+  pytest-benchmark.
 - Memory: the peak during the call, outputs included, above the memory before it. On a GPU
   `torch.cuda.max_memory_allocated`; on a CPU the allocation events of `torch.profiler`, including
   tensors inside operators.
 - Ceilings: a large copy and two large matrix products, square and as wide as a vocabulary, timed in
   the same run.
-- Ratios: the median ratio of neighboring calls of two functions. A busy machine slows both.
+- Ratios: neighboring calls of two functions in turns. A busy machine slows both.
 - Error: max |x − truth| in units of the output's scale (`case.Truth`); for gradients also
   mean |x − truth| over mean |truth|.
 """
@@ -28,15 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-Inputs = dict[str, Tensor]
-
 ROTATION_BYTES = 2**28
 """Size of the rotating inputs on a CPU: several times the last-level cache."""
 
 MAX_ROTATION = 128
 """Most sets of inputs."""
-
-ROUNDS = 3
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SHAPES = {
@@ -46,19 +42,6 @@ MATMUL_SHAPES = {
 """(rows, inner, columns). The best shape depends on the machine."""
 
 CEILING_SECONDS = 0.5
-
-
-class Timing(NamedTuple):
-    """Seconds per call of a provider on a case."""
-
-    median: float
-    quartiles: tuple[float, float]
-    calls: int
-
-    @property
-    def spread(self) -> float:
-        """Half the interquartile range."""
-        return (self.quartiles[1] - self.quartiles[0]) / 2
 
 
 class Ceilings(NamedTuple):
@@ -87,38 +70,38 @@ def rotation_length(bytes_per_set: int, device: torch.device) -> int:
     return max(2, min(MAX_ROTATION, -(-ROTATION_BYTES // max(1, bytes_per_set))))
 
 
-def time_calls(
-    calls: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    seconds: float,
-    rounds: int = ROUNDS,
-) -> dict[str, Timing]:
-    """Time each warmed-up call for about `seconds` in total."""
+def call_times(call: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Return seconds per call of a warmed-up function, measured for about `seconds`."""
     if device.type == "cuda":
-        return {name: _time_on_gpu(call, seconds) for name, call in calls.items()}
-    timers = {
-        name: Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-        for name, call in calls.items()
-    }
-    blocks: dict[str, list[Any]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            blocks[name].append(timer.blocked_autorange(min_run_time=seconds / rounds))
-    timings = {}
-    for name, measured in blocks.items():
-        times = [seconds for block in measured for seconds in block.times]
-        count = sum(block.number_per_run * len(block.times) for block in measured)
-        timings[name] = Timing(statistics.median(times), quartiles(times), count)
-    return timings
+        from triton.testing import do_bench
+
+        rep = math.ceil(1e3 * seconds)
+        return [1e-3 * ms for ms in do_bench(call, warmup=25, rep=rep, return_mode="all")]
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return list(timer.blocked_autorange(min_run_time=seconds).times)
 
 
-def _time_on_gpu(call: Callable[[], object], seconds: float) -> Timing:
-    from triton.testing import do_bench
+class Replay:
+    """A timer for pytest-benchmark with times measured elsewhere: by `do_bench`, or in turns.
 
-    milliseconds = do_bench(call, warmup=25, rep=math.ceil(1e3 * seconds), return_mode="all")
-    times = [1e-3 * value for value in milliseconds]
-    return Timing(statistics.median(times), quartiles(times), len(times))
+    `load(times)`, then as many rounds of an empty function: the two readings of each round differ
+    by the next time.
+    """
+
+    def __init__(self) -> None:
+        self._readings: Iterator[float] = iter(())
+
+    def load(self, times: Sequence[float]) -> None:
+        self._readings = (reading for seconds in times for reading in (0.0, seconds))
+
+    def __call__(self) -> float:
+        return next(self._readings)
+
+    def __repr__(self) -> str:
+        return "Replay"
+
+
+REPLAY = Replay()
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float]:
@@ -150,31 +133,13 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
 def _best(call: Callable[[], object], device: torch.device) -> float:
     """Return the lower quartile, the time on an undisturbed machine."""
     call()
-    timing = time_calls({"": call}, device, seconds=CEILING_SECONDS, rounds=1)[""]
-    return timing.quartiles[0]
+    return quartiles(call_times(call, device, CEILING_SECONDS))[0]
 
 
-class Ratio(NamedTuple):
-    """Time ratio of two functions: median and quartiles over pairs of calls."""
-
-    median: float
-    quartiles: tuple[float, float]
-    seconds: tuple[float, float]
-    """Median time of each function."""
-
-    @classmethod
-    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """Make a ratio from the times of neighboring calls, (numerator, denominator)."""
-        quotients = [numerator / denominator for numerator, denominator in pairs]
-        numerators, denominators = zip(*pairs, strict=True)
-        seconds = statistics.median(numerators), statistics.median(denominators)
-        return cls(statistics.median(quotients), quartiles(quotients), seconds)
-
-
-def ratio_in_turns(
-    numerator: Callable[[int], object], denominator: Callable[[int], object], turns: int
-) -> Ratio:
-    """Measure the time ratio of `numerator(turn)` to `denominator(turn)` on a CPU.
+def in_turns(
+    first: Callable[[int], object], second: Callable[[int], object], turns: int
+) -> list[tuple[float, float]]:
+    """Time `first(turn)` and `second(turn)` on a CPU, in seconds.
 
     Each turn runs both after a warm-up call. They alternate in going first.
     """
@@ -184,18 +149,18 @@ def ratio_in_turns(
         call(turn)
         return time.perf_counter() - begin
 
-    numerator(0)
-    denominator(0)
+    first(0)
+    second(0)
     pairs: list[tuple[float, float]] = []
     for turn in range(turns):
         if turn % 2 == 0:
-            first = seconds(numerator, turn)
-            second = seconds(denominator, turn)
+            of_first = seconds(first, turn)
+            of_second = seconds(second, turn)
         else:
-            second = seconds(denominator, turn)
-            first = seconds(numerator, turn)
-        pairs.append((first, second))
-    return Ratio.of_pairs(pairs)
+            of_second = seconds(second, turn)
+            of_first = seconds(first, turn)
+        pairs.append((of_first, of_second))
+    return pairs
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:

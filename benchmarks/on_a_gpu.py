@@ -12,6 +12,7 @@ import argparse
 import collections
 import itertools
 import math
+import statistics
 import tempfile
 import time
 import traceback
@@ -46,31 +47,30 @@ class Bench:
             return None
         try:
             call()
-            timing = self._time(call)
+            times = self._times(call)
         except Exception as error:  # the other lines still run
             print(f"{name:56s} FAILED {type(error).__name__}: {str(error)[:90]}")
             return None
-        best = timing.quartiles[0]
+        best = measure.quartiles(times)[0]
         rate = ""
         if bytes_:
             rate = f"{bytes_ / best / 1e12:6.2f} TB/s"
         elif flop:
             rate = f"{flop / best / 1e12:6.0f} TFLOP/s"
-        times = f"{1e3 * timing.median:9.3f} ms  best {1e3 * best:9.3f}"
-        print(f"{name:56s} {times}  {rate}", flush=True)
+        shown = f"{1e3 * statistics.median(times):9.3f} ms  best {1e3 * best:9.3f}"
+        print(f"{name:56s} {shown}  {rate}", flush=True)
         return best
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _time(self, call: Callable[[], object]) -> measure.Timing:
+    def _times(self, call: Callable[[], object]) -> list[float]:
         if self.device.type == "cuda":
-            return measure.time_calls({"": call}, self.device, seconds=0.05)[""]
+            return measure.call_times(call, self.device, seconds=0.05)
         begin = time.perf_counter()  # in Triton's interpreter once is enough
         call()
-        seconds = time.perf_counter() - begin
-        return measure.Timing(seconds, (seconds, seconds), 1)
+        return [time.perf_counter() - begin]
 
 
 def rows_of(n: int, vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,8 +5,9 @@
 #   bash benchmarks/on_a_gpu.sh 2    speed: launch parameters, counters, the main rows of the suite
 #   bash benchmarks/on_a_gpu.sh 3    end to end: the demo, a 0.5B trainer by phase, updates
 #
-# Results go to $OUT, at most eight files per command; `python -m benchmarks keep` takes suite.json and
-# training.json. Each stage has its own time limit, so finished measurements are always saved.
+# Results go to $OUT, at most eight files per command. suite.json and training.json are files of
+# pytest-benchmark for benchmarks/results. Each stage has its own time limit, and an interrupted
+# pytest saves what it has measured.
 # TINY=1 runs all stages at toy size on a CPU, to test the script.
 set -u -o pipefail
 step=${1:?1, 2 or 3}
@@ -18,12 +19,11 @@ scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
 tiny=${TINY:+--tiny --device cpu}
 device=cuda; [ -n "${TINY:-}" ] && device=cpu
 part() { timeout "$1" "$python" -m benchmarks.on_a_gpu "$2" --seconds "$(($1 - 20))" $tiny 2>&1 | tee "$out/$2.txt"; }
-suite() {  # NAME SECONDS --case …: run cases of the suite, saved one by one
-  local name=$1 left=$2; shift 2
+suite() {  # NAME SECONDS EXPRESSION: run these tests of the suite
+  local name=$1 left=$2 tests=$3
   [ "$left" -ge 40 ] || { echo "no time left"; return; }
-  timeout -s INT -k 10 "$left" "$python" -m benchmarks "$@" --no-compile --device "$device" ${TINY:+--quick} \
-    --seconds $((left * 3 / 4)) --out "$scratch/$name" 2>&1 | cut -c1-150 | tail -60
-  cp "$scratch/$name/results.json" "$out/$name.json"
+  timeout -s INT -k 15 $((left - 20)) "$python" -m pytest benchmarks -q -p no:cacheprovider -k "$tests" \
+    --device "$device" ${TINY:+--quick} --benchmark-max-time 0.3 --benchmark-json "$out/$name.json" 2>&1 | cut -c1-150 | tail -80
 }
 say() { printf '\n== %s (%s s)\n' "$*" "$SECONDS"; }
 
@@ -44,7 +44,7 @@ case $step in
   say "row kernels"
   part 100 rows
   say "their program sizes: rows for kernels/fastppo_kernels/triton/programs.py"
-  timeout 120 "$python" -m benchmarks tune --seconds 100 --device "$device" ${TINY:+--quick} 2>&1 | tee "$out/programs.txt"
+  timeout 120 "$python" -m benchmarks.tune --seconds 100 $tiny 2>&1 | tee "$out/programs.txt"
   say "fused head, by chunk size"
   part 100 head
   say "counters of the loss kernel"
@@ -52,8 +52,7 @@ case $step in
 gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_sector_hit_rate.pct,lts__t_sector_hit_rate.pct,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active \
     "$python" -m benchmarks.on_a_gpu once $tiny 2>&1 | tee "$out/counters.txt" | grep __
   say "rows of the suite, the main ones first"
-  suite suite $((585 - SECONDS)) --case loss --case linear-loss --case statistics --case linear-logprobs \
-    --case advantages --case gae --case whiten
+  suite suite $((585 - SECONDS)) "test_case and not torch.compile and not update"
   ;;
 3)
   say "the demo"
@@ -62,7 +61,7 @@ gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_secto
   say "a 0.5B trainer"
   part 300 trainer
   say "updates of the suite"
-  suite training $((585 - SECONDS)) --case update
+  suite training $((585 - SECONDS)) "test_case and update"
   ;;
 *) echo "1, 2 or 3" >&2; exit 2 ;;
 esac

@@ -2,7 +2,7 @@
 
 Every function takes the device, imports its package, and returns a callable with the signature of
 the case. It raises `UnsupportedError` if the package cannot run on the device. If a package has
-changed, its ImportError or AttributeError is reported in its row. Some packages have their loss
+changed, its test fails with the ImportError or AttributeError. Some packages have their loss
 only inside a trainer's method. For these, `clipped_loss` computes the same loss from their
 logprobs.
 """
@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.case import UnsupportedError
-from benchmarks.measure import Inputs
+from benchmarks.case import Inputs, UnsupportedError
 
 # Silences TRL's warning about experimental code.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -353,6 +352,12 @@ def cce_linear_stats(device: torch.device, **options: Any) -> Stats:
         -function(hidden, weight, tokens).float(),
         None,
     )
+
+
+def cce_unfiltered_stats(device: torch.device) -> Stats:
+    """Return it with exact gradients. By default it drops those below 2⁻¹² of a row."""
+    need_gpu(device, "its fallback for a CPU filters nothing")
+    return cce_linear_stats(device, filter_eps=None)
 
 
 # ------------------------------------------------------------------------------------------ QuACK

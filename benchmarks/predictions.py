@@ -1,6 +1,6 @@
 """Predicted GPU times, from bytes, FLOP and counted instructions. Nothing here is measured.
 
-`python -m benchmarks docs` writes the table into docs/benchmarks.md, next to published times of
+`python -m benchmarks.docs` writes the table into docs/benchmarks.md, next to published times of
 other packages and, once a GPU has run the suite, its results.
 
 A prediction is a range. The low end is the largest of the times for bytes, instructions and
@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from fastppo_kernels import linear
 
-from benchmarks.report import seconds
+from benchmarks.results import Results
 from benchmarks.shapes import MODELS, Model
+from benchmarks.units import seconds
 
 MATMUL_RATES = (700e12, 750e12)
 """FLOP/s of bf16 products inside an operation, from the best peers' times on these cards:
@@ -241,16 +242,16 @@ HEADER = ["operation", *(card.name for card in CARDS), "published by others", "m
 NOT_MEASURED = "not measured"
 
 
-def table(records: Sequence[dict[str, Any]]) -> list[list[str]]:
+def table(devices: Sequence[Results]) -> list[list[str]]:
     """Return a row per work, with the columns of `HEADER`. Products span `MATMUL_RATES`.
 
     Args:
-        records: results of the suite, for the last column.
+        devices: results of the suite, for the last column.
     """
     cells = []
     for work in works():
         by_card = [_cell(work, card) for card in CARDS]
-        measured = _measured(work, records)
+        measured = _measured(work, devices)
         cells.append([f"{work.name}, {work.shape}", *by_card, work.peers, measured])
     return cells
 
@@ -271,13 +272,15 @@ def _shown(one: Range) -> str:
     return high if high == f"{low} {unit}" else f"{low} to {high}"
 
 
-def _measured(work: Work, records: Sequence[dict[str, Any]]) -> str:
+def _measured(work: Work, devices: Sequence[Results]) -> str:
     times = []
-    for record in records:
-        for case in record["cases"] if record["device"]["type"] == "cuda" else []:
-            for row in case["rows"]:
-                is_ours = row["provider"] == "FastPPO" and row["status"] == "timed"
-                if is_ours and (case["case"], case["shape"]) == (work.name, work.shape):
-                    name = record["device"]["name"]
-                    times.append(f"{name}: {seconds(row['median_seconds'])}")
+    for device in devices:
+        for _, test in device.having("floor_seconds") if device.is_on_gpu else []:
+            info = test["extra_info"]
+            if (info["provider"], info["case"], info["shape"]) == (
+                "FastPPO",
+                work.name,
+                work.shape,
+            ):
+                times.append(f"{device.device['name']}: {seconds(test['stats']['median'])}")
     return "; ".join(times) or NOT_MEASURED

@@ -14,9 +14,11 @@ from torch import Tensor
 import fastppo
 from benchmarks import peers
 from benchmarks.case import (
+    COMPILED,
     FLOAT_BYTES,
     MASK_BYTES,
     Case,
+    Inputs,
     Outputs,
     Peer,
     Provider,
@@ -24,13 +26,14 @@ from benchmarks.case import (
     compiled,
     draw_normal,
 )
-from benchmarks.measure import Inputs
 from benchmarks.peers import GAMMA, KL_COEF, LAM
 from benchmarks.shapes import Sequences
 
 LOOP = "Python loop"
 """The loop over time of trainers without a kernel. TRL's cannot be called: it is inside
-`PPOTrainer.train`."""
+`PPOTrainer.train`. `torch.compile` would unroll it into a graph of T steps."""
+
+VERL_GAE = "verl, whitens too"
 
 SEQUENCE_TOLERANCE = 1e-4
 """In units of the largest advantage: a sum of up to 10⁵ fp32 terms, weighted by powers of λ."""
@@ -115,12 +118,6 @@ def _our_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     return fastppo.gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
 
 
-NOT_FOR_A_LOOP = {
-    "torch.compile": "the loop over T unrolls into a graph of T steps",
-    "TRL": f"its loop is inside PPOTrainer.train; {LOOP} is the same",
-}
-
-
 def _only(inputs: Inputs, *names: str) -> Inputs:
     return {name: inputs[name] for name in names}
 
@@ -133,14 +130,14 @@ def _valid(shape: Sequences) -> tuple[int, int]:
 def gae_case(shape: Sequences) -> Case:
     entries, valid = _valid(shape)
 
-    def verl(device: torch.device) -> tuple[Provider, ...]:
+    def verl(device: torch.device) -> Provider:
         gae = peers.verl_gae(device)
 
         def call(inputs: Inputs) -> Outputs:
             # Its advantages are whitened, so only its returns can be compared.
             return {"returns": gae(inputs["rewards"], inputs["values"], inputs["mask"])[1]}
 
-        return (Provider("verl, whitens too", call),)
+        return Provider(VERL_GAE, call)
 
     return Case(
         "gae",
@@ -159,8 +156,7 @@ def gae_case(shape: Sequences) -> Case:
             Provider(LOOP, _gae_from(loop_gae)),
         ),
         tolerance=SEQUENCE_TOLERANCE,
-        peers=(Peer("verl", "verl", verl),),
-        notes=NOT_FOR_A_LOOP,
+        peers=(Peer(VERL_GAE, "verl", verl),),
     )
 
 
@@ -247,10 +243,9 @@ def advantages_case(shape: Sequences) -> Case:
             Peer(
                 "verl",
                 "verl",
-                lambda d: (Provider("verl", _advantages_from(peers.verl_advantages(d))),),
+                lambda d: Provider("verl", _advantages_from(peers.verl_advantages(d))),
             ),
         ),
-        notes=NOT_FOR_A_LOOP,
     )
 
 
@@ -279,11 +274,11 @@ def whiten_case(shape: Sequences) -> Case:
         providers=(
             Provider("FastPPO", _whiten_from(fastppo.whiten)),
             Provider("eager PyTorch", _whiten_from(eager_whiten)),
+            Provider(COMPILED, _whiten_from(lambda *a: compiled(eager_whiten)(*a))),
         ),
-        compiled=(Provider("torch.compile", _whiten_from(lambda *a: compiled(eager_whiten)(*a))),),
         tolerance=SEQUENCE_TOLERANCE,
         peers=(
-            Peer("TRL", "trl", lambda d: (Provider("TRL", _whiten_from(peers.trl_whiten(d))),)),
-            Peer("verl", "verl", lambda d: (Provider("verl", _whiten_from(peers.verl_whiten(d))),)),
+            Peer("TRL", "trl", lambda d: Provider("TRL", _whiten_from(peers.trl_whiten(d)))),
+            Peer("verl", "verl", lambda d: Provider("verl", _whiten_from(peers.verl_whiten(d)))),
         ),
     )

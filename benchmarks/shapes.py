@@ -84,25 +84,21 @@ class Sweep(NamedTuple):
     """A case at several sizes, to fit the growth of its cost."""
 
     case: str
-    """A name of `benchmarks.CASES`."""
+    """Name of the case."""
     variable: str
     """The growing size: N tokens, V vocabulary or T time."""
     shapes: tuple[Tokens, ...] | tuple[Sequences, ...]
 
 
 class Work(NamedTuple):
-    """A set: shapes, dtype and time limits."""
+    """A set: dtype and shapes."""
 
-    name: str
     dtype: torch.dtype
     logits: tuple[Tokens, ...]
     linear: tuple[Tokens, ...]
     sequences: tuple[Sequences, ...]
     update: tuple[Training, ...]
     sweeps: tuple[Sweep, ...]
-    seconds_per_provider: float
-    seconds: float
-    """Time limit of the set. The remaining cases are skipped."""
 
 
 def over_tokens(case: str, model: str, sizes: tuple[int, ...]) -> Sweep:
@@ -121,18 +117,14 @@ VOCABULARIES = ("llama-2-7b", "gpt2", "llama-3.1-8b", "qwen2.5-7b", "gemma-2-9b"
 
 SETS = {
     ("cpu", "quick"): Work(
-        "quick",
         torch.float32,
         logits=(Tokens(MODELS["tinyllama-1.1b"], 64),),
         linear=(Tokens(MODELS["stories15m"], 64),),
         sequences=(Sequences(64, 1024),),
         update=(Training(MODELS["stories15m"], 1, 2, 8, 8, 2),),
         sweeps=(over_time("gae", 16, (256, 1024)),),
-        seconds_per_provider=0.1,
-        seconds=45,
     ),
     ("cpu", "default"): Work(
-        "default",
         torch.float32,
         logits=(Tokens(MODELS["tinyllama-1.1b"], 512), Tokens(MODELS["gpt2"], 333)),
         linear=(Tokens(MODELS["llama-68m"], 1024),),
@@ -141,25 +133,19 @@ SETS = {
         sweeps=(
             over_tokens("loss", "tinyllama-1.1b", (64, 128, 256, 512, 1024)),
             over_vocabularies("loss", VOCABULARIES, 64),
-            over_tokens("linear-loss", "llama-68m", (64, 128, 256, 512)),
+            over_tokens("linear loss", "llama-68m", (64, 128, 256, 512)),
             over_time("gae", 64, (256, 512, 1024, 2048, 4096, 8192)),
         ),
-        seconds_per_provider=1.0,
-        seconds=560,
     ),
     ("cuda", "quick"): Work(
-        "quick",
         torch.bfloat16,
         logits=(Tokens(MODELS["llama-3.2-1b"], 4096),),
         linear=(Tokens(MODELS["llama-3.2-1b"], 4096),),
         sequences=(Sequences(512, 4096),),
         update=(Training(MODELS["llama-3.2-1b"], 1, 16, 128, 128, 8),),
         sweeps=(over_time("gae", 64, (1024, 8192)),),
-        seconds_per_provider=0.1,
-        seconds=45,
     ),
     ("cuda", "default"): Work(
-        "default",
         torch.bfloat16,
         logits=(Tokens(MODELS["qwen3-8b"], 8192), Tokens(MODELS["gpt2"], 8191)),
         # H from 896 to 4096, V from 32000 to 151936; the sweeps vary N. For the last two shapes,
@@ -175,18 +161,16 @@ SETS = {
         sequences=(Sequences(2048, 4096), Sequences(64, 131072)),  # 8.4 M tokens, both
         update=(Training(MODELS["llama-3.2-1b"], 4, 32, 512, 512, 8),),
         sweeps=(
-            over_tokens("linear-loss", "qwen3-8b", (2048, 8192, 32768)),
-            over_tokens("linear-loss", "llama-3.2-1b", (2048, 8192, 32768)),
-            over_tokens("linear-loss", "qwen2.5-0.5b", (2048, 8192, 32768)),
-            over_tokens("linear-loss", "llama-2-7b", (2048, 8192, 32768)),
-            over_tokens("linear-logprobs", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("linear loss", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("linear loss", "llama-3.2-1b", (2048, 8192, 32768)),
+            over_tokens("linear loss", "qwen2.5-0.5b", (2048, 8192, 32768)),
+            over_tokens("linear loss", "llama-2-7b", (2048, 8192, 32768)),
+            over_tokens("linear logprobs", "qwen3-8b", (2048, 8192, 32768)),
             over_tokens("loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
             over_vocabularies("loss", VOCABULARIES, 4096),
             # Last, since the peers' loops over T are slow Python on any device.
             over_time("gae", 64, (2048, 8192, 32768)),
         ),
-        seconds_per_provider=0.3,
-        seconds=520,  # the last case still ends within ten minutes
     ),
 }
 """Sets by device type and name. Odd sizes (gpt2's vocabulary, 333 rows) are intended."""

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Outputs, Provider, Truth
-from benchmarks.measure import Inputs
+from benchmarks.case import Case, Inputs, Outputs, Provider, Truth
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
@@ -341,7 +340,11 @@ def _update_work(shape: Training) -> tuple[int, int]:
 
 
 def update_case(shape: Training, dtype: torch.dtype) -> Case:
-    """Return the case. `dtype` belongs to the matrix products: bf16 means autocast."""
+    """Return the case. `dtype` belongs to the matrix products: bf16 means autocast.
+
+    Compiling a training step takes too long for a set, and TRL's PPOTrainer has no separate update:
+    see `trl_iteration`.
+    """
     lab = Lab(shape)
     bytes_moved, flop = _update_work(shape)
 
@@ -386,10 +389,6 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
             Provider("eager PyTorch", eager),
         ),
         tolerance=UPDATE_TOLERANCE[dtype],
-        notes={
-            "torch.compile": "compiling a training step takes too long for this set",
-            "TRL": "its PPOTrainer has no separate update; see benchmarks.trl_iteration",
-        },
         release=lab.close,
     )
 

@@ -1,7 +1,7 @@
 """One PPO iteration of a tiny model: FastPPO against TRL 1.12.
 
     python -m benchmarks.trl_iteration             one shape, set by flags
-    python -m benchmarks.trl_iteration --grid      nine shapes, each in its own process
+    pytest benchmarks -m slow                      nine shapes, each in its own process
 
 Both train the same Llama from the same weights on the same prompts, with the same tokens, epochs,
 minibatches and random reward model, in one process with the same threads, in fp32. They alternate
@@ -46,10 +46,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import report
 from benchmarks.flop import counted
 from benchmarks.measure import measure_ceilings
-from benchmarks.run import describe_device, now
 
 NEEDED = "trl==1.12.0"
 """The last release with a PPOTrainer."""
@@ -77,6 +75,10 @@ class Options:
     minibatches: int = 4
     iterations: int = 5
     threads: int = 1
+
+    def __str__(self) -> str:
+        sizes = f"{self.layers} × {self.hidden}, V = {self.vocab}"
+        return f"{self.prompt} + {self.response} tokens, {sizes}"
 
     def flags(self) -> list[str]:
         """Return the command line of these options."""
@@ -120,10 +122,6 @@ def build_parser() -> argparse.ArgumentParser:
     for name, default in asdict(Options()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
     parser.add_argument("--json", type=Path, help="also write the result to this file")
-    parser.add_argument("--grid", action="store_true", help="nine shapes, each in its own process")
-    parser.add_argument(
-        "--keep", action="store_true", help="with --grid: add it to this device's results file"
-    )
     return parser
 
 
@@ -132,10 +130,8 @@ HEADER = ["shape", "FastPPO", "floor", "of the floor", "TRL", "speed-up", "FLOP 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """Format a result of `compare` for the columns of `HEADER`."""
-    options = row["options"]
     return [
-        f"{options['prompt']} + {options['response']} tokens, {options['layers']} × "
-        f"{options['hidden']}, V = {options['vocab']}",
+        str(Options(**row["options"])),
         f"{row['fastppo_seconds']:.2f} s",
         f"{row['floor_seconds']:.2f} s",
         f"{row['percent_of_floor']:.0f} %",
@@ -251,8 +247,8 @@ def compare(options: Options, progress: Any = lambda line: None) -> dict[str, An
     """Run both trainers, alternating iterations.
 
     Returns:
-        Median seconds per iteration of each trainer, FLOP, the median ratio of neighboring
-        iterations, and median seconds of FastPPO's phases.
+        Seconds of neighboring iterations (FastPPO's, TRL's) and their medians, the median ratio,
+        FLOP, and median seconds of FastPPO's phases.
 
     Raises:
         ImportError: TRL 1.12 is not installed.
@@ -339,6 +335,7 @@ def _compare(options: Options, progress: Any) -> dict[str, Any]:
     floor = flop[0] / rate
     return {
         "options": asdict(options),
+        "pairs": pairs,
         "fastppo_seconds": seconds,
         "trl_seconds": statistics.median(theirs for _, theirs in pairs),
         "speed_up": statistics.median(theirs / ours for ours, theirs in pairs),
@@ -354,6 +351,7 @@ def compare_in_a_process(options: Options) -> dict[str, Any]:
     """Measure in a new process, with a fresh allocator, and return the result.
 
     Raises:
+        ImportError: TRL 1.12 is not installed.
         RuntimeError: the process failed; the message is its last line.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -363,7 +361,8 @@ def compare_in_a_process(options: Options) -> dict[str, Any]:
             [*command, *options.flags()], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1])
+            line = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+            raise ImportError(line) if NEEDED in line else RuntimeError(line)
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -373,41 +372,11 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"    FastPPO's phases: {phases}", flush=True)
 
 
-def run_grid(*, keep: bool) -> None:
-    """Measure all shapes.
-
-    Args:
-        keep: add them to the results file of this device.
-
-    Raises:
-        ValueError: the file does not exist.
-        RuntimeError: a process failed.
-    """
-    path = report.results_path({"device": describe_device(torch.device("cpu"))})
-    if keep and not path.exists():
-        raise ValueError(f"{path} does not exist: run `python -m benchmarks --keep` first")
-    load = os.getloadavg() if hasattr(os, "getloadavg") else None
-    rows = []
-    for options in GRID:
-        rows.append(compare_in_a_process(options))
-        print_row(rows[-1])
-    if keep:
-        record = report.read(path)
-        record["trl_grid"] = {"date": now(), "load_average_before": load, "rows": rows}
-        report.write(record, path)
-        print(f"written {path}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     keywords = vars(build_parser().parse_args(arguments))
     path = keywords.pop("json")
-    is_grid = keywords.pop("grid")
-    keep = keywords.pop("keep")
     print("  ".join(HEADER))
     try:
-        if is_grid:
-            run_grid(keep=keep)
-            return 0
         row = compare(Options(**keywords), progress=lambda line: print(line, file=sys.stderr))
     except (ImportError, RuntimeError, ValueError) as error:
         print(f"benchmarks.trl_iteration: {error}", file=sys.stderr)

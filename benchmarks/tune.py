@@ -1,4 +1,4 @@
-"""Tune the kernels' table of programs by measurement: `python -m benchmarks tune`.
+"""Tune the kernels' table of programs by measurement: `python -m benchmarks.tune`.
 
 For each row of `fastppo_kernels.triton.programs.TABLE` with candidates below, time the row's kernel
 with every candidate and print the best row. The current program stays unless another is faster by
@@ -10,9 +10,10 @@ of its sums. This has not run on a GPU.
 
 from __future__ import annotations
 
+import argparse
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,7 +103,7 @@ def seconds_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
     def seconds(call: Callable[[], object]) -> float:
         call()
-        return measure.time_calls({"": call}, device, seconds=0.05)[""].quartiles[0]
+        return measure.quartiles(measure.call_times(call, device, seconds=0.05))[0]
 
     return seconds
 
@@ -171,3 +172,30 @@ def rewritten(text: str, rows: dict[str, Program]) -> str:
         if count != 1:
             raise ValueError(f"expected one row {name!r} in the table of programs, got {count}")
     return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write the rows to {FILE.name}")
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no row after these")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to test the code")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("tune needs a GPU, but torch sees no CUDA device")
+    if device.type == "cpu" and (options.write or not options.tiny):
+        parser.error("tune needs a GPU; --tiny --device cpu only tests the code")
+    todo = works(device, tiny=options.tiny)
+    source = "nothing: a CPU"
+    if device.type == "cuda":
+        source = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+    end = time.monotonic() + options.seconds
+    rows = tune(todo, seconds_on(device), source=source, end=end)
+    if options.write:
+        FILE.write_text(rewritten(FILE.read_text(), rows))
+        print(f"written {FILE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,6 @@ from fastppo_kernels.triton import programs
 from fastppo_kernels.triton.programs import TABLE, Program
 
 from benchmarks import tune
-from benchmarks.__main__ import main
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -97,5 +96,5 @@ def test_every_work_launches_the_program_of_its_row(monkeypatch: pytest.MonkeyPa
 
 def test_tune_refuses_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["tune", "--device", "cpu"])
+        tune.main(["--device", "cpu"])
     assert "tune needs a GPU" in capsys.readouterr().err

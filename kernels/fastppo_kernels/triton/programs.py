@@ -1,7 +1,7 @@
 """The sizes of the Triton kernels' programs, in one table that the launchers read.
 
 `source` is the basis of a row: "counts" of instructions, registers and bytes in flight
-(kernels/NOTES.md), or the GPU on which `python -m benchmarks tune` measured it. That command prints
+(kernels/NOTES.md), or the GPU on which `python -m benchmarks.tune` measured it. That command prints
 rows for this table, and with `--write` replaces them.
 """
 
