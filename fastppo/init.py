@@ -21,7 +21,7 @@ output_dir: {output_dir}
 max_new_tokens: 128      # longest response, tokens
 rollout_batch_size: 64   # responses per iteration
 iterations: 100
-learning_rate: 1.0e-5
+learning_rate: auto      # or a number, such as 1.0e-5
 kl_coef: 0.05            # weight of the KL to `model`; higher keeps the policy closer
 
 # eval_prompts: held_out.jsonl  # prompts to evaluate on, never trained on

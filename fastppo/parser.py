@@ -11,8 +11,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 if TYPE_CHECKING:
     from fastppo.run.options import Options
@@ -189,8 +188,9 @@ def _default_text(value: Any) -> str:
 
 def _value_keywords(hint: Any) -> dict[str, Any]:
     """Return the keywords of `add_argument` for an option of this type."""
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (choice for choice in get_args(hint) if choice is not type(None))
+    from fastppo.run.options import inner_type
+
+    hint, words = inner_type(hint)
     if get_origin(hint) is Mapping:
         return {"metavar": "YAML"}
     if get_origin(hint) is Literal:
@@ -200,7 +200,7 @@ def _value_keywords(hint: Any) -> dict[str, Any]:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}
     if hint is bool:  # a bare flag means true
         return {"nargs": "?", "const": "true", "metavar": metavars[bool]}
-    return {"metavar": metavars[hint]}
+    return {"metavar": "|".join([metavars[hint], *words])}
 
 
 def parse(name: str, arguments: Sequence[str]) -> Any:

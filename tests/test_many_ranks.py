@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warm-up": WIDE | SHORT | {"value_model": "detached", "value_warmup_iterations": 1},
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
+    "auto": WIDE | SHORT | {"learning_rate": "auto", "iterations": 4},
     "bf16, lora": NARROW | BF16 | SHORT | LORA,
 }
 

@@ -14,7 +14,9 @@ With the exact KL in the reward, each token's penalty is passed as a reward at t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,6 +43,31 @@ ROUNDING = 1e-5
 """Advantages of at most this size, in reward units, are set to 0. If all responses earn the same
 and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
 normalizes the gradient and would take a full step in its direction."""
+
+
+LEAST_SIGNAL = 0.1
+"""Smallest standard deviation of a batch's returns that is a signal, as a share of the run's."""
+
+SCALE_DECAY = 0.9
+"""Factor on a batch's weight in the run's standard deviation at each later batch."""
+
+
+@dataclass(slots=True)
+class ReturnScale:
+    """Standard deviation of a run's returns: a decayed mean over its batches, in reward units."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def floor(self) -> float:
+        """Smallest standard deviation of a batch with a signal; 0 before the first."""
+        return LEAST_SIGNAL * self.total / self.weight if self.weight else 0.0
+
+    def add(self, deviation: float) -> None:
+        """Add a batch with a signal."""
+        self.total = SCALE_DECAY * self.total + deviation
+        self.weight = SCALE_DECAY * self.weight + 1
 
 
 class BatchAdvantages(NamedTuple):
@@ -86,8 +113,13 @@ def make_advantages(
     old: OldPolicy,
     ref_stats: ReferenceStats,
     kl_coef: float,
+    return_scale: ReturnScale | None = None,
 ) -> BatchAdvantages:
     """Compute shaped rewards, advantages and returns of packed responses.
+
+    Advantages are 0 if the returns vary too little for a signal, or if they are only rounding
+    errors. Whitening divides by at least `return_scale.floor`: it would amplify errors of the value
+    function otherwise.
 
     Args:
         scores: rewards at the last tokens and within the responses.
@@ -95,6 +127,7 @@ def make_advantages(
         old: logprobs and values of the rollout policy.
         ref_stats: the reference's logprobs, and the exact KL if the reward uses it.
         kl_coef: β of the KL in the reward.
+        return_scale: of the batches before; this batch is added. Default: a first batch.
     """
     within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
@@ -133,8 +166,19 @@ def make_advantages(
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
         advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
+    return_scale = return_scale or ReturnScale()
+    floor = return_scale.floor
+    if options.whiten_advantages != "none" and floor > 0:
+        advantages = advantages * (size / floor).clamp(max=1)
+    deviation = estimates.monte_carlo_returns.std(correction=0).item()
+    least = max(floor, ROUNDING) if options.whiten_advantages == "full" else floor
+    if len(batch) > 1 and deviation < least:
+        size = torch.zeros_like(size)
+    elif deviation > ROUNDING and math.isfinite(deviation):
+        return_scale.add(deviation)
     # `size <= ROUNDING` is False for NaN, so NaN advantages stay visible.
-    return estimates._replace(advantages=torch.where(size <= ROUNDING, 0.0, advantages))
+    advantages = torch.where(size <= ROUNDING, 0.0, advantages)
+    return estimates._replace(advantages=advantages)
 
 
 def monte_carlo_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:

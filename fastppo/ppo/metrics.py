@@ -328,6 +328,20 @@ def length_metrics(rollout: Rollout) -> dict[str, float]:
     return metrics
 
 
+def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float]:
+    """Return the responses per minibatch that earn more than the lowest reward.
+
+    The metric is absent unless the reward is sparse: most responses earn the lowest one.
+
+    Args:
+        scores: [B].
+    """
+    successes = int((scores > scores.min()).sum()) if len(scores) > 1 else 0
+    if len(scores) < 2 or 2 * successes > len(scores):
+        return {}
+    return {"successes_per_minibatch": successes / minibatches}
+
+
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
     """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
     count = max(1, len(rollout.tokens))

@@ -198,6 +198,7 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
 
     Weight decay applies to the transformers' matrices only; the value function has its own learning
     rate. Each group keeps its peak rate as `peak_lr`, so the schedule needs only the step's number.
+    In an `adaptive` group, `peak_lr` is a multiple of the adapted rate.
 
     Raises:
         ValueError: the class of `optimizer` does not exist, or does not take its options.
@@ -209,15 +210,20 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
         for name, p in model.value_function.named_parameters()
         if p.requires_grad and not name.startswith("head.")
     ]
+    policy = {"peak_lr": config.policy_rate, "adaptive": config.is_adaptive}
+    value = {
+        "peak_lr": config.value_rate,
+        "adaptive": config.is_adaptive and config.value_learning_rate is None,
+    }
     kinds = [
-        (_matrices(trunk), config.learning_rate, config.weight_decay),
-        (_vectors(trunk), config.learning_rate, 0.0),
-        (head + _vectors(critic_layers), config.value_rate, 0.0),
-        (_matrices(critic_layers), config.value_rate, config.weight_decay),
+        (_matrices(trunk), policy, config.weight_decay),
+        (_vectors(trunk), policy, 0.0),
+        (head + _vectors(critic_layers), value, 0.0),
+        (_matrices(critic_layers), value, config.weight_decay),
     ]
     groups: list[dict[str, Any]] = []
     for parameters, rate, decay in kinds:
-        options = {"lr": rate, "peak_lr": rate, "weight_decay": decay}
+        options = {"lr": rate["peak_lr"], **rate, "weight_decay": decay}
         if groups and options.items() <= groups[-1].items():  # one step for both
             groups[-1]["params"].extend(parameters)
         elif parameters:
@@ -263,8 +269,8 @@ def optimizer_maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch
             )
         if not all("peak_lr" in group for group in optimizer.param_groups):
             raise ValueError(
-                f"optimizer={config.optimizer} must keep the groups that it is given, with lr, "
-                "peak_lr and weight_decay"
+                f"optimizer={config.optimizer} must keep the groups that it is given, with all "
+                "their keys"
             )
         return optimizer
 
@@ -280,7 +286,7 @@ def check_optimizer(config: PPOConfig) -> None:
     weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     if config.lora_rank and config.fits_value_head:
         del weights[1]  # adapters are matrices
-    group = {"lr": config.learning_rate, "peak_lr": config.learning_rate, "weight_decay": 0.0}
+    group = {"lr": config.policy_rate, "peak_lr": config.policy_rate, "weight_decay": 0.0}
     optimizer = Optimizer(optimizer_maker(config), [{"params": weights, **group}])
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
@@ -298,16 +304,23 @@ def _vectors(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() < 2]
 
 
-def set_learning_rate(optimizer: Optimizer, step: int, config: PPOConfig) -> float:
-    """Set every group's rate for an optimizer step, and return the policy's."""
+def set_learning_rate(
+    optimizer: Optimizer, step: int, config: PPOConfig, adaptive_rate: float | None = None
+) -> float:
+    """Set every group's rate for an optimizer step, and return the policy's.
+
+    Args:
+        adaptive_rate: the rate of `learning_rate=auto`.
+    """
     factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
+    policy_factor = factor if adaptive_rate is None else adaptive_rate
     for group in optimizer.param_groups:
-        rate = factor * group["peak_lr"]
+        rate = (policy_factor if group["adaptive"] else factor) * group["peak_lr"]
         if isinstance(group["lr"], Tensor):  # compiled optimizers keep it on the device
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    return factor * optimizer.param_groups[0]["peak_lr"]
+    return policy_factor * optimizer.param_groups[0]["peak_lr"]
 
 
 def schedule(name: str, step: int, warmup: int, total: int) -> float:

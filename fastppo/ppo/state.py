@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.functional.scalars import counted
+from fastppo.ppo.advantages import ReturnScale
 from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.run import WARNINGS
+from fastppo.ppo.rate_control import AdaptiveRate, FixedRate
 from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold
@@ -28,10 +30,14 @@ COUNTERS = (
     "ptx_seen",
     "skipped_steps",
     "skipped_in_a_row",
+    "still_iterations",
 )
 
 MOST_SKIPPED = 5
 """Consecutive skipped steps after which the run stops."""
+
+STILL = 1e-5
+"""KL to the rollout policy, nats per token, below which an update has not moved the policy."""
 
 FIRST_POLICY_BETA = 1.0
 """β of objective=penalty in the first iteration, per nat."""
@@ -53,6 +59,11 @@ class RunState:
     value_regression: ValueRegression | None = None
     """For a closed-form value head. `state_dict` does not contain its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
+    return_scale: ReturnScale = field(default_factory=ReturnScale)
+    rate_control: FixedRate = field(default_factory=FixedRate)
+    """An `AdaptiveRate` with learning_rate=auto."""
+    has_signal: bool = True
+    """Whether the responses of the latest batch differ in what they earn."""
     iteration: int = 0
     optimizer_step: int = 0
     prompts_seen: int = 0
@@ -60,6 +71,8 @@ class RunState:
     """Blocks of pretraining text."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    still_iterations: int = 0
+    """Consecutive updates with a signal that left the policy where it was."""
     evaluations: BestEvaluations = field(default_factory=BestEvaluations)
     successes: dict[int, str] = field(default_factory=dict)
     """For each prompt by row, its latest responses, newest last: 1 if solved, else 0. Only with
@@ -73,6 +86,7 @@ class RunState:
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
             value_regression=ValueRegression() if config.fits_value_head else None,
+            rate_control=AdaptiveRate() if config.is_adaptive else FixedRate(),
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
@@ -89,6 +103,16 @@ class RunState:
         """
         if kl is not None and not self.is_value_warmup(options):
             self.kl_control.update(kl, sequences)
+
+    def count_still(self, approx_kl: float, options: PPOConfig) -> int:
+        """Count an update that did not move the policy, and return their number in a row.
+
+        Args:
+            approx_kl: of the update, nats per token.
+        """
+        if self.trains_by_reward(options):
+            self.still_iterations = self.still_iterations + 1 if approx_kl < STILL else 0
+        return self.still_iterations
 
     def skip_step(self, numbers: Mapping[str, float]) -> str:
         """Count a skipped optimizer step and return a message about it.
@@ -126,8 +150,18 @@ class RunState:
             )
 
     def is_value_warmup(self, options: PPOConfig) -> bool:
-        """Whether this iteration trains only the value function."""
-        return self.iteration < options.value_warmup_iterations
+        """Whether this iteration trains only the value function.
+
+        It does so, too, if all responses earn the same and the loss has no KL: otherwise only
+        errors of the value function would move the policy, at full strength.
+        """
+        if self.iteration < options.value_warmup_iterations:
+            return True
+        return not self.has_signal and options.kl_loss_coef == 0
+
+    def trains_by_reward(self, options: PPOConfig) -> bool:
+        """Whether rewards move the policy in this iteration."""
+        return self.has_signal and not self.is_value_warmup(options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON."""
@@ -136,6 +170,9 @@ class RunState:
             "kl_coef": self.kl_control.coef,
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
+            "return_scale": asdict(self.return_scale),
+            "rate_control": self.rate_control.state_dict(),
+            "has_signal": self.has_signal,
             "evaluations": asdict(self.evaluations),
             "successes": [[row, recent] for row, recent in self.successes.items()],
             "watch": self.watch.state_dict(),
@@ -149,6 +186,9 @@ class RunState:
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
+        self.return_scale = ReturnScale(**state["return_scale"])
+        self.rate_control.load_state_dict(state["rate_control"])
+        self.has_signal = state["has_signal"]
         self.evaluations = BestEvaluations(**state["evaluations"])
         self.successes = dict(state["successes"])
         self.watch.load_state_dict(state["watch"])

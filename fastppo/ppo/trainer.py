@@ -48,6 +48,7 @@ from fastppo.ppo.metrics import (
     UpdateMeter,
     experience_metrics,
     response_metrics,
+    successes_per_minibatch,
     to_floats,
     update_metrics,
 )
@@ -62,6 +63,7 @@ from fastppo.ppo.old_policy import (
 from fastppo.ppo.optimizer import set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory
+from fastppo.ppo.rate_control import TOO_FAR
 from fastppo.ppo.reporter import Reporter
 from fastppo.ppo.setup.build import build, world_of
 from fastppo.ppo.setup.preflight import Given
@@ -260,6 +262,7 @@ class PPOTrainer:
             (the update's data, metrics).
         """
         batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
+        score_metrics = successes_per_minibatch(scores.total, options.minibatches)
         scores = scores.normalized(
             options.score_normalization, options.score_clip, self.state.score_scale
         )
@@ -287,6 +290,7 @@ class PPOTrainer:
             old=old,
             ref_stats=ref_stats,
             kl_coef=kl_coef,
+            return_scale=self.state.return_scale,
         )
         experience = Experience(
             batch,
@@ -298,21 +302,26 @@ class PPOTrainer:
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
-        metrics = experience_metrics(experience, estimates.spread) | old.metrics
+        metrics = score_metrics | experience_metrics(experience, estimates.spread) | old.metrics
         if ref_stats.logprobs is not None:
             metrics["kl_coef"] = kl_coef
         return experience, metrics
 
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
-        """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics."""
+        """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
+
+        If all responses earn the same, only the value function is trained.
+        """
         state = self.state
+        state.has_signal = bool(experience.advantages.any())
         skipped_before = state.skipped_steps
         overflowed_before = self.optimizer.overflowed_steps
         first_step = state.iteration * options.steps_per_iteration
         regression = state.value_regression
         meter = UpdateMeter()
+        state.rate_control.begin_update(options.step_kl, options.steps_per_iteration)
         for _ in range(options.critic_only_epochs):
-            set_learning_rate(self.optimizer, first_step, self.config)
+            self.set_learning_rate(first_step)
             train_critic(
                 experience,
                 options,
@@ -333,21 +342,26 @@ class PPOTrainer:
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                # The schedule also counts steps skipped by early stopping.
-                step = first_step + len(meter.steps)
-                learning_rate = set_learning_rate(self.optimizer, step, self.config)
                 sums = self.accumulate_gradient(
                     minibatch, options, regression if may_be_last else None
                 )
-                step_metrics = self.optimizer_step(sums, options)
+                # The schedule also counts steps skipped by early stopping.
+                step_metrics = self.optimizer_step(sums, options, first_step + len(meter.steps))
                 policy_kls.append(step_metrics.pop("policy_kl", 0.0))
-                meter.add(minibatch, sums, step_metrics | {"learning_rate": learning_rate})
+                meter.add(minibatch, sums, step_metrics)
+                if state.rate_control.is_too_far:
+                    break
             policy_kl = sum(policy_kls) / len(policy_kls)
             early_stopped = options.stops_at(policy_kl)
-            if early_stopped:
+            if early_stopped or state.rate_control.is_too_far:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
         metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
+        metrics["no_signal"] = float(not state.has_signal)
+        if options.steps_per_iteration > 1:
+            metrics["still_iterations"] = float(state.count_still(metrics["approx_kl"], options))
+        metrics |= state.rate_control.metrics
+        state.rate_control.end_update()
         metrics |= self.optimizer.metrics(overflowed_before)
         if regression is not None:
             regression.fit(self.model.value_function.head, self.world)
@@ -463,27 +477,49 @@ class PPOTrainer:
         )
         return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
 
-    def optimizer_step(self, sums: LossSums, options: PPOConfig) -> dict[str, float]:
+    def optimizer_step(self, sums: LossSums, options: PPOConfig, step: int) -> dict[str, float]:
         """Clip the gradient and take a step, unless loss or gradient are not finite.
 
+        With learning_rate=auto, no step is taken if the policy has already moved too far.
+
+        Args:
+            step: optimizer steps before this one, for the learning rate's schedule.
+
         Returns:
-            Loss and gradient norms, without non-finite ones, and `policy_kl`: KL to the rollout
-            policy before the step, nats per token.
+            Loss and gradient norms, without non-finite ones; the learning rate; and `policy_kl`: KL
+            to the rollout policy before the step, nats per token.
         """
+        rate_control = self.state.rate_control
         if not self.optimizer.has_gradients:
             # While a closed-form head warms up on the policy's trunk, nothing has a gradient.
-            return to_floats({"loss": sums.loss})
+            return to_floats({"loss": sums.loss}) | {"learning_rate": self.set_learning_rate(step)}
         norms = self.optimizer.clip_gradients(options.max_grad_norm)
         # The host waits for a GPU here, once per step, and nowhere within a microbatch.
         metrics = to_floats({"policy_kl": sums.approx_kl, "loss": sums.loss, **norms})
         numbers = {name: metrics[name] for name in ("loss", *norms)}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        finite["policy_kl"] = metrics["policy_kl"]
+        if self.state.trains_by_reward(options):
+            rate_control.before_step(metrics["policy_kl"])
+        if rate_control.is_too_far:
+            self.reporter.warn(
+                f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above "
+                f"{TOO_FAR:g} · step_kl: the update ended and the learning rate was lowered",
+                f"iteration {self.state.iteration + 1}: ",
+            )
+            return finite
+        learning_rate = self.set_learning_rate(step)
         if self.optimizer.step(numbers):
             self.state.skipped_in_a_row = 0
         else:
             self.reporter.warn(self.state.skip_step(numbers))
+        rate_control.step_taken()
         self.state.optimizer_step += 1
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        return {**finite, "policy_kl": metrics["policy_kl"]}
+        return {**finite, "learning_rate": learning_rate}
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the learning rate of an optimizer step, counted from the start of the run."""
+        return set_learning_rate(self.optimizer, step, self.config, self.state.rate_control.rate)
 
     def in_microbatches(
         self, run: Callable[[Limits], Result], sequences: Sized, options: PPOConfig

@@ -100,7 +100,7 @@ class ValueRegression:
 
         An empty batch, or one with a number that is not finite, leaves the head as it is.
         """
-        if self.batch is None:  # memory ran out in a single process
+        if self.batch is None:  # memory ran out, or the update ended before its last epoch
             return
         batch = world.total(self.batch)
         self.batch = None

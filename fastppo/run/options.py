@@ -156,13 +156,32 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
         scalars.at_least(name, value, above, strictly=True)
 
 
-def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the option's type. YAML reads 1e-5 as a string and 1 as an integer."""
+def inner_type(hint: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return the type of a value other than None, and the words allowed in its place.
+
+    `float | Literal["auto"] | None` is (float, ("auto",)).
+    """
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, ()
+    inner, *others = (choice for choice in get_args(hint) if choice is not type(None))
+    return inner, tuple(word for other in others for word in get_args(other))
+
+
+def _converted(name: str, value: Any, hint: Any, words: Sequence[str] = ()) -> Any:
+    """Return `value` as the option's type. YAML reads 1e-5 as a string and 1 as an integer.
+
+    Args:
+        words: also allowed, for the error message.
+    """
     if get_origin(hint) is Literal:
         return scalars.choice(name, value, get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        (inner,) = (choice for choice in get_args(hint) if choice is not type(None))
-        return None if value is None else _converted(name, value, inner)
+        if value is None and type(None) in get_args(hint):
+            return None
+        inner, words = inner_type(hint)
+        if value in words:
+            return value
+        return _converted(name, value, inner, words)
     if get_origin(hint) is Sequence:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{name} must be a list, [a, b], got {describe(value)}")
@@ -181,7 +200,8 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
     elif isinstance(value, hint):
         return value
     names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-    raise ValueError(f"{name} must be {names[hint]}, got {describe(value)}")
+    expected = " or ".join([names[hint], *words])
+    raise ValueError(f"{name} must be {expected}, got {describe(value)}")
 
 
 def _number(value: Any, kind: type) -> float | None:

@@ -25,15 +25,22 @@ PAGE = "docs/troubleshooting.md"
 PAGE_ITEMS = {
     "reward_std": 2,
     "advantage_std": 2,
+    "successes_per_minibatch": 2,
     "eos_rate": 3,
+    "still_iterations": 4,
     "kl": 5,
+    "approx_kl": 5,
     "distinct_2": 8,
     "skipped_steps": 10,
     "mismatch/outside": 11,
 }
 """Metrics explained on `PAGE`: their items of "My run does not learn"."""
 
-MEANINGS = {"reward_std": ": all responses got the same reward"}
+MEANINGS = {
+    "reward_std": ": all responses got the same reward",
+    "still_iterations": ": the policy does not move",
+    "successes_per_minibatch": ": too few responses got more than the lowest reward",
+}
 """Explanations of metrics in warnings."""
 
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -226,8 +233,9 @@ class Watch:
         self.stopped_by = crossed(self.stop_if, metrics)
         warnings = crossed(self.warn_if, metrics)
         if any(warning.startswith("reward_std = ") for warning in warnings):
-            # Equal rewards imply equal advantages: one warning is enough.
-            warnings = [text for text in warnings if not text.startswith("advantage_std = ")]
+            # Equal rewards imply equal advantages and no success: one warning is enough.
+            implied = ("advantage_std = ", "successes_per_minibatch = ")
+            warnings = [text for text in warnings if not text.startswith(implied)]
         return warnings + self._missing(metrics)
 
     def _missing(self, metrics: dict[str, float]) -> list[str]:

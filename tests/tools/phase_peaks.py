@@ -56,6 +56,7 @@ def options(tmp_path: Path, **more: Any) -> PPOConfig:
             "stop_token_ids": [],
             "ppo_epochs": 1,
             "minibatches": 1,
+            "learning_rate": 1e-5,
             "microbatch_size": 8,
             **more,
         }

@@ -85,6 +85,7 @@ class PPOConfig(
         check_async(self)
         check_kl(self)
         check_advantages(self)
+        check_learning_rate(self)
         check_pretraining(self)
         check_watching(self)
         check_schedules(self)
@@ -137,12 +138,20 @@ class PPOConfig(
 
     @property
     def value_rate(self) -> float:
-        """Peak learning rate of the value function's trained parameters."""
+        """Peak learning rate of the value function's trained parameters, like `policy_rate`."""
         if self.value_learning_rate is not None:
             return self.value_learning_rate
-        if self.value_model == "critic":
-            return CRITIC_RATE * self.learning_rate
-        return self.learning_rate
+        return self.policy_rate * (CRITIC_RATE if self.value_model == "critic" else 1)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the learning rate is adapted."""
+        return self.learning_rate == "auto"
+
+    @property
+    def policy_rate(self) -> float:
+        """Peak learning rate of the policy; 1, the multiple of the adapted rate, with `auto`."""
+        return 1.0 if self.learning_rate == "auto" else self.learning_rate
 
     @property
     def fits_value_head(self) -> bool:
@@ -448,6 +457,33 @@ def check_pretraining(config: PPOConfig) -> None:
     config.have_effect_only(
         "ptx_batch_size", "ptx_block_size", where=config.ptx_data, needs="ptx_data"
     )
+
+
+def check_learning_rate(config: PPOConfig) -> None:
+    """Raise ValueError for options that a learning rate of `auto` excludes or needs."""
+    is_auto = config.learning_rate == "auto"
+    config.have_effect_only(
+        "lr_schedule", "warmup_steps", where=not is_auto, needs="a number for learning_rate"
+    )
+    config.have_effect_only("step_kl", where=is_auto, needs="learning_rate=auto")
+    if not is_auto:
+        return
+    if config.steps_per_iteration == 1:
+        raise ValueError(
+            "learning_rate=auto measures the KL between the optimizer steps of an iteration, so "
+            "ppo_epochs · minibatches must be > 1, or learning_rate a number"
+        )
+    if config.objective == "penalty":
+        raise ValueError(
+            "objective=penalty adapts its own coefficient to policy_kl_target, so learning_rate "
+            "must be a number"
+        )
+    has_rate = config.value_learning_rate is not None or config.fits_value_head
+    if config.value_warmup_iterations > 0 and not has_rate:
+        raise ValueError(
+            "learning_rate=auto adapts the rate while the policy trains, so "
+            "value_warmup_iterations needs value_learning_rate"
+        )
 
 
 def check_watching(config: PPOConfig) -> None:

@@ -9,12 +9,15 @@ from fastppo.run.options import Options, option
 
 WARNINGS = (
     "kl > 50",
+    "approx_kl > 0.1",
+    "still_iterations >= 5",
     "eos_rate < 0.1",
     "distinct_2 < 0.1",
     "skipped_steps > 0",
     "mismatch/outside > 0.1",
     "reward_std < 0.0001",
     "advantage_std < 0.0001",
+    "successes_per_minibatch < 2",
 )
 """Default thresholds of warnings, far outside the range of a healthy run."""
 

@@ -23,8 +23,9 @@ SCHEDULED = (
     "ptx_coef",
     "missing_eos_penalty",
     "early_stop_kl",
+    "step_kl",
 )
-"""Options that `schedules` may change; the learning rate has `lr_schedule`."""
+"""Options that `schedules` may change; a learning rate in numbers has `lr_schedule`."""
 
 
 class Schedule(NamedTuple):
@@ -69,7 +70,7 @@ class UpdateOptions(Options):
 
     iterations: int = option(100, "PPO iterations: a rollout, then an update", minimum=1)
     ppo_epochs: int = option(4, "Epochs over each rollout batch", minimum=1)
-    minibatches: int = option(4, "Optimizer steps per epoch", minimum=1)
+    minibatches: int = option(2, "Optimizer steps per epoch", minimum=1)
     microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
     microbatch_tokens: int | None = option(
         None,
@@ -173,11 +174,18 @@ class AdvantageOptions(Options):
 class OptimizerOptions(Options):
     """Optimizer."""
 
-    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
+    learning_rate: float | Literal["auto"] = option(
+        "auto", "Peak learning rate; auto: adapted to step_kl after every update", above=0
+    )
+    step_kl: float = option(
+        0.05,
+        "Target of learning_rate=auto: KL of an update to the rollout policy, nats per token",
+        above=0,
+    )
     value_learning_rate: float | None = option(
         None,
         "Peak learning rate of the value head, or of all of value_model=critic; default: "
-        "learning_rate, ten times that for a critic",
+        "learning_rate, ten times that for a critic; also with auto",
         minimum=0,
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(

@@ -100,7 +100,7 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"stop_strings": ["x", ""]}, "stop_strings holds an empty string"),
         ({"stop_if": ["kl over 9"]}, "stop_if must be like `kl > 20`.*got 'kl over 9'"),
         ({"dual_clip": 1.0}, "dual_clip must be > 1"),
-        ({"rollout_batch_size": 10}, "must be a multiple of minibatches, got 10 and 4"),
+        ({"rollout_batch_size": 11}, "must be a multiple of minibatches, got 11 and 2"),
         ({"samples_per_prompt": 5}, "must be a multiple of samples_per_prompt, got 64 and 5"),
         ({"rewards": ["a:b"], "reward_weights": [1, 2]}, "be as many as rewards, 1, got 2"),
         (

@@ -1,0 +1,159 @@
+"""The learning rate of `learning_rate: auto`, set by the KL that an update causes.
+
+`step_kl` is the target: the KL from the policy that generated the responses to the policy after the
+update, nats per token. The forward pass of every minibatch measures the KL after the steps before
+it, so the control costs nothing. Over the steps of an update the KL grows about linearly; with the
+learning rate η it grows as η². If k of S steps moved the policy by KL_k, the whole update moves it
+by about KL_k·S/k. With m, the mean of KL_k·S/k over the second half of the steps, the rate changes
+after the update:
+
+    η ← η·√(step_kl/m)           if m is above the target
+    η ← η·√(step_kl/m)^RAISE     if m is below
+
+A minibatch's KL is noisy, with rare large values. The rate therefore falls at once and rises
+slowly.
+
+The rate starts low. Until a measurement comes close to the target, every step raises it.
+
+If the KL exceeds `TOO_FAR` times the target, the next step is not taken and the update ends.
+
+Sources: rsl_rl's schedule="adaptive" (Rudin et al. 2021, arXiv:2109.11978) and TorchRL's
+KLAdaptiveLR multiply the rate by a constant when a minibatch's KL leaves a band.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+FIRST_RATE = 1e-6
+"""Safe for any pretrained model."""
+
+LARGEST_RATE = 1e-2
+"""Where the rate ends if nothing moves the policy, such as one that has become deterministic."""
+
+SEARCH_GROWTH = 10.0
+"""Largest factor on the rate per step during the search."""
+
+SEARCH_END = 0.25
+"""Share of the expected KL at which the search ends."""
+
+CHANGE = 4.0
+"""Largest factor on the rate per update, or its inverse, after the search."""
+
+RAISE = 0.3
+
+TOO_FAR = 10.0
+
+LEAST_KL = 1e-12
+"""Share of the target in place of a KL of 0 or less, which is rounding."""
+
+
+class FixedRate:
+    """No control: the rate follows from the options."""
+
+    rate: float | None = None
+    is_too_far = False
+    metrics: ClassVar[dict[str, float]] = {}
+
+    def begin_update(self, target: float, steps: int) -> None: ...
+
+    def before_step(self, kl: float) -> None: ...
+
+    def step_taken(self) -> None: ...
+
+    def end_update(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class AdaptiveRate(FixedRate):
+    """The learning rate and its adaptation.
+
+    A run finds its rate from any low first one.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float = FIRST_RATE
+        self.is_searching = True
+        self.begin_update(1.0, 1)
+
+    def begin_update(self, target: float, steps: int) -> None:
+        """Start an update.
+
+        Args:
+            target: `step_kl`, nats per token.
+            steps: planned optimizer steps.
+        """
+        self.target = target
+        self.steps = steps
+        self.is_too_far = False
+        """Whether the policy has moved too far for another step."""
+        self._taken = 0
+        self._path = 0.0
+        """Sum of the rates of the steps so far."""
+        self._first_kl = 0.0
+        self._sensitivities: list[float] = []
+        """KL of a whole update, as a share of the target, per squared rate."""
+
+    def before_step(self, kl: float) -> None:
+        """Take the KL before the next step into account.
+
+        Args:
+            kl: to the rollout policy, over the next step's minibatch, nats per token.
+        """
+        if self._taken == 0:
+            # Rounding, or responses of an earlier policy.
+            self._first_kl = kl
+        elif math.isfinite(kl):
+            moved = max((kl - self._first_kl) / self.target, LEAST_KL)
+            mean_rate = self._path / self._taken
+            self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
+            self.is_too_far = moved > TOO_FAR
+            if self.is_searching:
+                expected = self._sensitivities[-1] * self.rate**2
+                self.is_searching = expected < SEARCH_END
+                self.rate = min(self.rate * min(expected**-0.5, SEARCH_GROWTH), LARGEST_RATE)
+
+    def step_taken(self) -> None:
+        """Count a step at the current rate."""
+        self._taken += 1
+        self._path += self.rate
+
+    def end_update(self) -> None:
+        """Set the rate of the next update."""
+        if self.is_searching or not self._sensitivities:
+            return
+        expected = self._sensitivity * self.rate**2
+        gain = 1.0 if expected > 1 else RAISE
+        change = min(max(expected ** (-gain / 2), 1 / CHANGE), CHANGE)
+        self.rate = min(self.rate * change, LARGEST_RATE)
+
+    @property
+    def metrics(self) -> dict[str, float]:  # type: ignore[override]
+        """`update_kl`: KL of the update, extrapolated to its last step, nats per token; `too_far`:
+        whether the KL ended the update."""
+        metrics = {"too_far": float(self.is_too_far)}
+        if self._sensitivities:
+            mean_rate = self._path / self._taken
+            metrics["update_kl"] = self.target * self._sensitivity * mean_rate**2
+        return metrics
+
+    @property
+    def _sensitivity(self) -> float:
+        """The mean over the second half of the steps; after a step too far, the last."""
+        first = len(self._sensitivities) // 2
+        recent = self._sensitivities[-1:] if self.is_too_far else self._sensitivities[first:]
+        return sum(recent) / len(recent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two updates, as JSON."""
+        return {"rate": self.rate, "is_searching": self.is_searching}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; nothing from a run with a number as its rate."""
+        self.rate = state.get("rate", self.rate)
+        self.is_searching = state.get("is_searching", self.is_searching)

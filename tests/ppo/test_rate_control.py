@@ -1,0 +1,198 @@
+"""`learning_rate: auto`: the rate follows the KL of the updates."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.rate_control import FIRST_RATE, LARGEST_RATE, TOO_FAR, AdaptiveRate
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import read_jsonl
+from runs import LEARNING, first_prompts, make_trainer
+
+TARGET = 0.03
+
+
+def _update(control: AdaptiveRate, steps: int, right_rate: float, noise: float = 0.0) -> None:
+    """Simulate an update whose KL grows linearly with the steps and reaches the target at
+    `right_rate`."""
+    control.begin_update(TARGET, steps)
+    path = 0.0
+    for step in range(steps):
+        kl = TARGET * (path / right_rate) ** 2 / (max(step, 1) * steps)
+        control.before_step(kl * random.lognormvariate(-(noise**2) / 2, noise))
+        if control.is_too_far:
+            break
+        path += control.rate
+        control.step_taken()
+    control.end_update()
+
+
+@pytest.mark.parametrize("steps", [2, 4, 16])
+@pytest.mark.parametrize("right_rate", [3e-6, 1e-4, 2e-3])
+def test_a_few_updates_find_the_rate(steps: int, right_rate: float) -> None:
+    control = AdaptiveRate()
+    for _ in range(4):
+        _update(control, steps, right_rate)
+    assert right_rate / 2 < control.rate < 2 * right_rate
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_the_rate_follows_a_change(factor: float) -> None:
+    control = AdaptiveRate()
+    for _ in range(5):
+        _update(control, 8, 1e-4)
+    for _ in range(12):
+        _update(control, 8, factor * 1e-4)
+    assert factor * 5e-5 < control.rate < factor * 2e-4
+
+
+def test_noise_hardly_changes_the_rate() -> None:
+    random.seed(0)
+    control = AdaptiveRate()
+    rates = []
+    for _ in range(300):
+        _update(control, 4, 1e-4, noise=1.5)
+        rates.append(control.rate)
+    assert 5e-5 < statistics.median(rates[100:]) < 1.5e-4
+    assert max(rates[100:]) < 5e-4
+
+
+def test_an_update_ends_after_a_step_too_far() -> None:
+    control = AdaptiveRate()
+    control.is_searching = False
+    control.rate = 1e-3
+    control.begin_update(TARGET, 4)
+    control.before_step(0.0)
+    control.step_taken()
+    control.before_step(1.1 * TOO_FAR * TARGET)
+    assert control.is_too_far
+    assert control.metrics["too_far"] == 1
+    control.end_update()
+    assert control.rate < 1e-3 / 3
+    control.begin_update(TARGET, 4)
+    assert not control.is_too_far
+
+
+def test_the_kl_of_an_earlier_policy_is_not_counted() -> None:
+    """Responses of a policy that is one update old have a KL before the first step."""
+    rates = []
+    for start in (0.0, 0.5):
+        control = AdaptiveRate()
+        control.rate = 1e-4
+        control.begin_update(TARGET, 2)
+        control.before_step(start)
+        control.step_taken()
+        control.before_step(start + 0.01)
+        control.step_taken()
+        control.end_update()
+        assert not control.is_too_far
+        rates.append(control.rate)
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_the_rate_is_bounded_if_nothing_moves() -> None:
+    control = AdaptiveRate()
+    for _ in range(20):
+        control.begin_update(TARGET, 8)
+        for _ in range(8):
+            control.before_step(0.0)
+            control.step_taken()
+        control.end_update()
+    assert control.rate == LARGEST_RATE
+
+
+def test_a_kl_that_is_not_finite_is_ignored() -> None:
+    control = AdaptiveRate()
+    control.begin_update(TARGET, 2)
+    for kl in (0.0, math.nan):
+        control.before_step(kl)
+        control.step_taken()
+    control.end_update()
+    assert control.rate == FIRST_RATE
+
+
+# --------------------------------------------------------------------------------------- in a run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ppo_epochs": 1},
+        {"lora_rank": 4},
+        {"value_model": "critic"},
+        {"value_head": "gradient"},
+        {"param_dtype": "bfloat16", "model_dtype": "bfloat16"},
+    ],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, **{**LEARNING, "learning_rate": "auto", "iterations": 7, **options}
+    )
+    trainer.train()
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    reached = statistics.median(record["update_kl"] for record in records[2:7])
+    assert trainer.config.step_kl / 4 < reached < 2 * trainer.config.step_kl
+    assert trainer.state.rate_control.rate > 10 * FIRST_RATE
+
+
+def test_equal_rewards_move_nothing(tmp_path: Path) -> None:
+    """Neither the policy nor the rate: whitening would amplify the value function's error."""
+    equal = False
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        return [0.5 if equal else text.split().count("w7") / 8 for text in completions]
+
+    trainer = make_trainer(
+        tmp_path,
+        **{**LEARNING, "learning_rate": "auto", "value_head": "gradient", "rewards": [reward]},
+    )
+    for _ in range(3):
+        _iterate(trainer)
+    rate = trainer.state.rate_control.rate
+    weights = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
+    head = trainer.model.value_function.head.weight.detach().clone()
+    equal = True
+    metrics = _iterate(trainer)
+    assert metrics["no_signal"] == 1
+    assert trainer.state.rate_control.rate == rate
+    for before, after in zip(weights, trainer.model.causal_lm.parameters(), strict=True):
+        assert torch.equal(before, after)
+    assert not torch.equal(head, trainer.model.value_function.head.weight)
+
+
+def _iterate(trainer: PPOTrainer) -> dict[str, float]:
+    options = trainer.begin_iteration()
+    prompts = first_prompts(trainer, options.rollout_batch_size)
+    metrics = trainer.iterate(prompts, options).metrics
+    trainer.state.iteration += 1
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
+        ({"objective": "penalty"}, "learning_rate must be a number"),
+        ({"lr_schedule": "linear"}, "lr_schedule has an effect only with a number"),
+        ({"warmup_steps": 3}, "warmup_steps has an effect only with a number"),
+        ({"learning_rate": 1e-5, "step_kl": 0.1}, "only with learning_rate=auto"),
+        ({"learning_rate": "fast"}, "learning_rate must be a finite number or auto, got 'fast'"),
+        (
+            {"value_model": "critic", "value_warmup_iterations": 2},
+            "value_warmup_iterations needs value_learning_rate",
+        ),
+    ],
+)
+def test_combinations_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**options)
