@@ -191,6 +191,11 @@ def count_w7(prompts: list[Any], completions: list[str], **columns: Any) -> list
     return [completion.split().count("w7") / 8 for completion in completions]
 
 
+def every_other(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """Return rewards that differ whatever the completions are."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
 def options(directory: Path, **more: Any) -> dict[str, Any]:
     """Return options of a run of one or two seconds."""
     return {

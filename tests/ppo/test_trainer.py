@@ -365,6 +365,7 @@ def test_warm_up_trains_only_the_value_function(
     value_function: dict[str, Any], tmp_path: Path
 ) -> None:
     options = value_function | {"value_warmup_iterations": 2, "weight_decay": 0.1}
+    options |= {"rewards": [tiny.every_other]}
     trainer = make_trainer(tmp_path, iterations=2, **options)
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     trainer.train()

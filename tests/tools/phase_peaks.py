@@ -111,7 +111,7 @@ def measured(config: PPOConfig) -> Measured:
                 {"prompt": " ".join([f"w{1 + row}"] * PROMPT)}
                 for row in range(config.rollout_batch_size)
             ],
-            rewards=[tiny.count_w7],
+            rewards=[tiny.every_other],
             console=Console(quiet=True),
         )
         assert trainer.prompts is not None
