@@ -57,6 +57,7 @@ BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PRO
     },
 )
 def demo(**flags: Any) -> None:
+    _say_first("loading torch and transformers…")
     from fastppo.demo.run import run_demo
 
     _quiet_libraries()
@@ -180,10 +181,12 @@ def train(config: Any) -> None:
     from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.directory import run_lock
+    from fastppo.run.torchrun import telling_torchrun
 
     _quiet_libraries()
     world = world_of(config)
-    with world.with_timeout(), run_lock(config.output_dir, world):
+    locked = run_lock(config.output_dir, world)
+    with world.with_timeout(), telling_torchrun(config.output_dir), locked:
         trainer = PPOTrainer(config, world=world)
         trainer.train()
     trainer.say(f"report  {config.output_dir}/report.html")
@@ -328,6 +331,19 @@ def _console_of_main_rank() -> Console:
     return Console(stderr=True, quiet=not is_first())
 
 
+def _say_first(sentence: str) -> None:
+    """Print a line before torch and transformers are imported, which takes many seconds."""
+    from fastppo.run.console import printable
+
+    if os.environ.get("RANK", "0") == "0":
+        print(printable(sentence), file=sys.stderr, flush=True)
+
+
+def _models_of(options: Any) -> str:
+    models = getattr(options, "models", None) or [options.model]
+    return ", ".join(models)
+
+
 def _quiet_libraries() -> None:
     """Silence the progress bars and log messages of libraries."""
     from transformers.utils import logging as transformers_logging
@@ -382,6 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 command = parsed.command
                 if command.options and command is not COMMANDS["plan"]:  # reads model configs only
                     _check_paths(parsed)
+                if command.options:
+                    _say_first(f"loading {_models_of(parsed.options)}…")
                 positional = [parsed.options] if command.options or command.takes_more else []
                 return command.run(*positional, **parsed.flags) or 0
         except KeyboardInterrupt as stopped:

@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _SectionHelp(argparse.Action):
-    """`--help` prints all options, `--help kl` those with the word in their section or name."""
+    """`--help` prints all options, `--help kl` those with the word in section, name or help."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
         if value is None:
@@ -94,7 +94,11 @@ class _SectionHelp(argparse.Action):
         formatter = parser.formatter_class(prog=parser.prog)
         has_matches = False
         for heading, flags in parser.sections.items():
-            matches = [x for x in flags if word in heading.lower() or word in x.option_strings[0]]
+            matches = [
+                flag
+                for flag in flags
+                if any(word in text.lower() for text in (heading, *flag.option_strings, flag.help))
+            ]
             if matches:
                 has_matches = True
                 formatter.start_section(heading)
@@ -102,7 +106,7 @@ class _SectionHelp(argparse.Action):
                 formatter.end_section()
         if not has_matches:
             titles = ", ".join(parser.sections)
-            parser.error(f"no section or option has {value!r}; the sections are: {titles}")
+            parser.error(f"no option mentions {value!r}; the sections are: {titles}")
         print(formatter.format_help(), end="")
         parser.exit()
 
@@ -151,7 +155,7 @@ def _raw_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def add_options(parser: Parser, options: type[Options]) -> None:
-    """Add `--help [SECTION]`, `--config FILE` and one flag per option, by section.
+    """Add `--help [WORD]`, `--config FILE` and one flag per option, by section.
 
     Flags stay strings: the option class converts and checks them.
     """
@@ -160,8 +164,8 @@ def add_options(parser: Parser, options: type[Options]) -> None:
         "--help",
         action=_SectionHelp,
         nargs="?",
-        metavar="SECTION",
-        help="show all options, or those of a section or word: --help kl",
+        metavar="WORD",
+        help="show all options, or those with a word in section, name or help: --help kl",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
     defaults = options().to_dict()

@@ -117,7 +117,7 @@ def test_an_environment_can_replace_rewards() -> None:
     [
         (["train", "--model", "m", "--prompts", "p"], "--rewards is missing"),
         (["train", "--kl_estimator", "k9"], "invalid choice: 'k9'"),
-        (["sft", "--speed", "9"], "fastppo sft: error: no option 'speed'"),
+        (["sft", "--speed", "9"], "fastppo sft: error: no option '--speed'"),
         (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
         (["trian"], "invalid choice: 'trian'"),
     ],
@@ -253,6 +253,20 @@ def test_options_and_paths_are_checked_before_torch_is_imported(inputs: dict[str
         assert says in line
 
 
+def test_the_first_line_comes_before_torch_is_imported(inputs: dict[str, str]) -> None:
+    """Importing torch, which takes seconds, fails in this process."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fastppo import cli\n"
+        "for command in ('check', 'train'): cli.main([command, *sys.argv[1:]])\n"
+        "cli.main(['generate', '--models', 'sft', '--prompt', 'w1'])\n"
+        "cli.main(['demo'])"
+    )
+    done = python("-c", code, *_flags(inputs), cwd=Path())
+    lines = [line for line in done.stderr.splitlines() if line.startswith("loading")]
+    assert lines == ["loading sft…"] * 3 + ["loading torch and transformers…"]
+
+
 def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> None:
     Path("configs").mkdir()
     Path("configs/beside.jsonl").write_text('{"prompt": "w1", "wanted": "w7"}\n')
@@ -356,6 +370,10 @@ def test_help_shows_the_options_of_a_word(capsys) -> None:
     for name in ("kl_coef", "kl_horizon", "early_stop_kl", "policy_kl_target"):
         assert f"--{name} " in shown
     assert "--lam " not in shown
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help", "Truncated"])  # in help texts only
+    shown = capsys.readouterr().out
+    assert {"missing_eos_penalty", "bootstrap_truncated"} <= set(re.findall(r"--(\w+) ", shown))
     with pytest.raises(SystemExit):
         cli.main(["train", "--help", "nonsense"])
     assert "the sections are: Policy, Weights and adapters" in capsys.readouterr().err

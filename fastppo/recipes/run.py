@@ -95,11 +95,14 @@ def run_recipe(
         config: options of its run.yaml and of flags.
         only_prepare: stop before training.
     """
+    console = Console(stderr=True)
+    time = recipe.minutes if recipe.minutes == "not run" else f"{recipe.minutes} minutes"
+    say(console, f"{recipe.name}: {recipe.description}\n{recipe.hardware}; {time}")
+
     from fastppo.ppo.setup.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.directory import check_no_run
 
-    console = Console(stderr=True)
     world = world_of(config)
     if world.size > 1:
         raise ValueError(
@@ -108,8 +111,6 @@ def run_recipe(
         )
     if not config.resume and not only_prepare:
         check_no_run(config.output_dir)
-    time = recipe.minutes if recipe.minutes == "not run" else f"{recipe.minutes} minutes"
-    say(console, f"{recipe.name}: {recipe.description}\n{recipe.hardware}; {time}")
     prepare(recipe, out, config.seed, console)
     if only_prepare:
         say(console, f"model   {config.model}\nprompts {config.prompts}")
