@@ -4,6 +4,7 @@ reasoning-gym:chain_sum?size=1000&seed=0    prompts; the reward is reasoning-gym
 textarena:GuessTheNumber-v0?size=200        prompts and environment
 verifiers:my-env?difficulty=hard            prompts and environment
 openenv:http://localhost:8000               environment
+gym:package:Name                            prompts and environment
 mcp:python server.py                        environment: the tools of a server
 
 `load` gives a package's adapter module, in `fastppo.environments`, to the loaders of prompts,
@@ -35,6 +36,7 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
+    "gym": Package("gym", "gymnasium", ("prompts", "environment")),
     "mcp": Package("mcp", "mcp", ("environment",)),
     "openenv": Package("openenv", "openenv", ("environment",)),
     "reasoning-gym": Package("reasoning_gym", "reasoning-gym", ("prompts", "reward")),

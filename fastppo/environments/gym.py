@@ -1,0 +1,166 @@
+"""Environments with Gymnasium's interface: `reset` returns two values, `step` five.
+
+prompts: gym:gem:game:GuessTheNumber-v0?size=200&seed=0    # `size` episodes, with consecutive seeds
+environment: gym:gem:game:GuessTheNumber-v0?max_turns=8    # options of the environment
+
+`gym:package:Name` is the class or function `Name` of a package, or else `package.make("Name")`, or
+else, once the package is imported, `gymnasium.make("Name")`. `gym:file.py:Name` is one in a file.
+
+The policy reads the observation: a text as it is, anything else as JSON. With the prompt option
+`chat=true` it is a user message, otherwise a line of a text. The first observation replaces the
+prompt, except its system messages. A turn is the action: its text, or for a discrete action space
+the first whole number in it. An invalid action is answered with `{"error": …}` and does not reach
+the environment. The reward is the environment's. Both `terminated` and `truncated` end an episode.
+
+For other texts and actions, a file of your own makes the environment:
+
+    def environment():
+        return Gym(gymnasium.make("MiniGrid-Empty-5x5-v0"), action=…, observation=…)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from fastppo.data.addresses import Address
+from fastppo.data.chat import is_chat
+from fastppo.data.rows import DataError, Rows
+from fastppo.environments.pool import as_opening
+from fastppo.functional.scalars import describe
+from fastppo.rewards.loading import load_callable
+
+
+def load_prompts(address: Address) -> Rows:
+    """Return one row per episode, with its seed."""
+    options = dict(address.options)
+    size = options.pop("size", 1000)
+    seed = options.pop("seed", 0)
+    chat = options.pop("chat", False)
+    if options:
+        raise DataError(f"expected the options size, seed and chat, got {', '.join(options)}")
+    prompt = [{"role": "user", "content": address.name}] if chat else address.name
+    return [{"prompt": prompt, "seed": seed + episode} for episode in range(size)]
+
+
+def load_environment(target: str) -> Callable[[], Gym]:
+    """Return a function that creates environments."""
+    address = Address.of(target)
+
+    def make() -> Gym:
+        return _made(address)
+
+    make.__name__ = address.name.rpartition(":")[2]  # names the environment in messages
+    make().close()  # raises for an unknown name before the first rollout
+    return make
+
+
+def _made(address: Address) -> Gym:
+    """Create an environment.
+
+    Raises:
+        DataError: the address is not `package:Name` or `file.py:Name`.
+    """
+    where, _, name = address.name.partition(":")
+    if not name:
+        raise DataError(f"expected gym:package:Name or gym:file.py:Name, got gym:{address.name}")
+    if where.endswith(".py"):
+        return Gym(load_callable(address.name, "environment").function(**address.options))
+    package = importlib.import_module(where)
+    if callable(getattr(package, name, None)):
+        return Gym(getattr(package, name)(**address.options))
+    if callable(getattr(package, "make", None)):
+        return Gym(package.make(name, **address.options))
+    import gymnasium  # the import of the package has registered its environments
+
+    return Gym(gymnasium.make(name, **address.options))
+
+
+class Gym:
+    """An environment with Gymnasium's interface, as one of FastPPO's.
+
+    Args:
+        environment: has `reset(seed=…)`, which returns (observation, info), and `step(action)`,
+            which returns (observation, reward, terminated, truncated, info).
+        action: converts the policy's text to an action; raises ValueError if it is invalid.
+        observation: converts an observation to a text.
+    """
+
+    def __init__(
+        self,
+        environment: Any,
+        action: Callable[[str], Any] | None = None,
+        observation: Callable[[Any], str] | None = None,
+    ) -> None:
+        self.environment = environment
+        self.action = action or functools.partial(read_action, _number_of_actions(environment))
+        self.observation = observation or as_text
+
+    def reset(self, prompt: Any, seed: int | None = None) -> Any:
+        """Start an episode and return its first observation."""
+        self.is_chat = is_chat(prompt)
+        returned = self.environment.reset() if seed is None else self.environment.reset(seed=seed)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ValueError(f"reset returned {describe(returned)}; expected (observation, info)")
+        text = self.observation(returned[0])
+        return as_opening(text if self.is_chat else f"{text}\n", prompt)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Take the action of a turn."""
+        try:
+            action = self.action(text)
+        except ValueError as error:
+            return self._line(json.dumps({"error": str(error)}, ensure_ascii=False)), 0.0, False
+        returned = self.environment.step(action)
+        if not isinstance(returned, tuple) or len(returned) != 5:
+            raise ValueError(
+                f"step returned {describe(returned)}; expected (observation, reward, terminated, "
+                "truncated, info)"
+            )
+        observation, reward, terminated, truncated, _ = returned
+        is_done = bool(terminated) or bool(truncated)
+        return self._line(self.observation(observation)), float(reward), is_done
+
+    def close(self) -> None:
+        """Close the environment if it has a method for it."""
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
+
+    def _line(self, text: str) -> str:
+        return text if self.is_chat else f"\n{text}\n"
+
+
+def _number_of_actions(environment: Any) -> int | None:
+    """Return the size of a discrete action space; None for others."""
+    size = getattr(getattr(environment, "action_space", None), "n", None)
+    return None if size is None else int(size)
+
+
+def read_action(count: int | None, text: str) -> Any:
+    """Return the text, or the first whole number in it for `count` discrete actions.
+
+    Raises:
+        ValueError: no number, or none of the actions'.
+    """
+    if count is None:
+        return text.strip()
+    found = re.search(r"\d+", text)
+    if found is None or int(found[0]) >= count:
+        raise ValueError(f"expected an action from 0 to {count - 1}")
+    return int(found[0])
+
+
+def as_text(observation: Any) -> str:
+    """Return a text as it is, and anything else as JSON."""
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(observation, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,176 @@
+"""Environments with Gymnasium's interface: what the policy reads, its actions, and refusals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastppo.data.addresses import load_prompts
+from fastppo.data.rows import DataError
+from fastppo.environments.gym import Gym
+from fastppo.environments.loading import load_environment
+
+
+class Corridor:
+    """The goal is `length` steps to the right; five steps at most."""
+
+    action_space = SimpleNamespace(n=2)
+
+    def __init__(self, length: int = 2) -> None:
+        self.length = length
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.place = 0 if seed is None else seed
+        self.steps = 0
+        return {"place": self.place}, {}
+
+    def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        self.place += 1 if action == 1 else -1
+        at_goal = self.place == self.length
+        return {"place": self.place}, float(at_goal), at_goal, self.steps == 5, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Echo:
+    """Text in, text out, without an action space and without `close`."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return "Say something.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"You said {action!r}.", 0.5, False, False, {}
+
+
+CHAT = [{"role": "system", "content": "Play."}, {"role": "user", "content": "x"}]
+
+
+def test_a_text_environment_reads_and_writes_texts() -> None:
+    game = Gym(Echo())
+    assert game.reset("x") == "Say something.\n"
+    assert game.step(" hello ") == ("\nYou said 'hello'.\n", 0.5, False)
+    opening = game.reset(CHAT, seed=1)
+    assert opening == [CHAT[0], {"role": "user", "content": "Say something."}]
+    assert game.step("hello")[0] == "You said 'hello'."
+    game.close()
+
+
+def test_a_discrete_action_is_the_first_number_of_the_turn() -> None:
+    game = Gym(Corridor())
+    assert game.reset("x", seed=0) == '{"place": 0}\n'
+    assert game.step("go to 1, not 0") == ('\n{"place": 1}\n', 0.0, False)
+    for text in ("right", "7"):
+        observation, reward, done = game.step(text)
+        assert "expected an action from 0 to 1" in observation
+        assert (reward, done) == (0.0, False)
+    assert game.environment.steps == 1, "invalid actions do not reach it"
+    assert game.step("1") == ('\n{"place": 2}\n', 1.0, True)
+
+
+def test_a_truncated_episode_ends() -> None:
+    game = Gym(Corridor())
+    game.reset("x")
+    assert [game.step("0")[2] for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_texts_and_actions_can_be_converted() -> None:
+    game = Gym(
+        Corridor(), action=lambda text: ["left", "right"].index(text), observation=lambda seen: "."
+    )
+    assert game.reset("x", seed=0) == ".\n"
+    assert game.step("right")[0] == "\n.\n"
+    assert game.environment.place == 1
+    assert "error" in game.step("up")[0]
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package with a class, and Gymnasium's registry."""
+    package = ModuleType("corridors")
+    package.__dict__["Corridor"] = Corridor
+    monkeypatch.setitem(sys.modules, "corridors", package)
+    registry = ModuleType("gymnasium")
+    registry.__dict__["make"] = lambda name, **options: {"Corridor-v0": Corridor}[name](**options)
+    monkeypatch.setitem(sys.modules, "gymnasium", registry)
+    return package
+
+
+@pytest.mark.parametrize("name", ["Corridor", "Corridor-v0"])
+def test_a_name_is_a_class_or_in_gymnasiums_registry(name: str, package: ModuleType) -> None:
+    term = load_environment(f"gym:corridors:{name}?length=3")
+    assert term is not None
+    assert term.function.__name__ == name
+    game = term.function()
+    assert isinstance(game.environment, Corridor)
+    assert game.environment.length == 3
+
+
+def test_a_package_may_have_its_own_registry(package: ModuleType) -> None:
+    package.__dict__["make"] = lambda name, **options: (Echo(), name, options)[0]
+    term = load_environment("gym:corridors:game:Echo-v0")
+    assert term is not None
+    assert isinstance(term.function().environment, Echo)
+
+
+def test_a_name_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "echo.py"
+    file.write_text("class Echo:\n    def __init__(self, word): self.word = word\n")
+    term = load_environment(f"gym:{file}:Echo?word=hi")
+    assert term is not None
+    assert term.function().environment.word == "hi"
+
+
+def test_prompts_have_consecutive_seeds() -> None:
+    rows = load_prompts("gym:corridors:Corridor?size=3&seed=5")
+    assert [row["seed"] for row in rows] == [5, 6, 7]
+    assert load_prompts("gym:corridors:Corridor?size=1&chat=true")[0]["prompt"][0]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("gym:corridors:Nowhere-v0", "environment gym:corridors:Nowhere-v0: KeyError"),
+        ("gym:no_such_package:Name", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("gym:Corridor", "expected gym:package:Name or gym:file.py:Name, got gym:Corridor"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_the_run(spec: str, says: str, package: ModuleType) -> None:
+    with pytest.raises(DataError, match=says):
+        load_environment(spec)
+
+
+def test_other_interfaces_are_refused() -> None:
+    class Old(Echo):
+        def step(self, action: str) -> Any:
+            return "You said it.", 0.5, False, {}
+
+    game = Gym(Old())
+    game.reset("x")
+    with pytest.raises(ValueError, match=r"expected \(observation, reward, terminated, truncated,"):
+        game.step("x")
+    with pytest.raises(ValueError, match=r"reset returned 'x'; expected \(observation, info\)"):
+        Gym(SimpleNamespace(reset=lambda: "x")).reset("x")
+
+
+def test_gem_and_minigrid_run() -> None:
+    pytest.importorskip("gem", reason="pip install gem-llm")
+    pytest.importorskip("minigrid", reason="pip install minigrid")
+    term = load_environment("gym:gem:game:GuessTheNumber-v0-easy?max_turns=2")
+    assert term is not None
+    game = term.function()
+    assert "Guess The Number" in game.reset("x", seed=1)
+    assert game.step("no guess")[2]  # invalid guesses end the game
+    term = load_environment("gym:minigrid:MiniGrid-Empty-5x5-v0")
+    assert term is not None
+    game = term.function()
+    assert '"mission": "get to the green goal square"' in game.reset("x", seed=0)
+    moves = [game.step(action) for action in "22122"]  # forward, forward, right, forward, forward
+    assert [done for _, _, done in moves] == [False] * 4 + [True]
+    assert moves[-1][1] > 0.9
