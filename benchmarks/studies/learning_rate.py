@@ -88,7 +88,7 @@ SECONDS = 20.0
 LAST = 5
 """Batches whose mean reward is the result of a run."""
 
-KEPT = ("processor_seconds", "reward", "kl", "approx_kl", "update_kl", "learning_rate", "too_far")
+KEPT = ("processor_seconds", "reward", "kl", "approx_kl", "update_kl", "learning_rate", "undone")
 """Metrics of an iteration that are saved."""
 
 TASK_OPTIONS = (

@@ -1,6 +1,7 @@
 """The demo's task by several trainers: CPU seconds to a gold reward of 0.8, on one thread.
 
     python -m benchmarks.studies.race runs/race fastppo
+    python -m benchmarks.studies.race runs/race fastppo-auto
     python -m benchmarks.studies.race runs/race fastppo-grpo
     pip install "trl==1.12.*" && python -m benchmarks.studies.race runs/race trl-ppo
     pip install "trl==1.16.*" && python -m benchmarks.studies.race runs/race trl-grpo
@@ -182,7 +183,9 @@ class Stages:
         return AutoModelForCausalLM.from_pretrained(str(self.directory / "sft"))
 
 
-def fastppo(directory: Path, clock: Clock, learning_rate: float, seed: int, **options: Any) -> None:
+def fastppo(
+    directory: Path, clock: Clock, learning_rate: float | str, seed: int, **options: Any
+) -> None:
     from benchmarks.training import iterate
     from fastppo.demo.run import ppo_config
     from fastppo.ppo.trainer import PPOTrainer
@@ -191,21 +194,24 @@ def fastppo(directory: Path, clock: Clock, learning_rate: float, seed: int, **op
         clock.note(prompts, completions)
         return gold_reward(prompts, completions)
 
-    config = ppo_config(
-        directory,
-        directory / "FastPPO",
-        learning_rate=learning_rate,
-        monitor_rewards=[],
+    defaults: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "monitor_rewards": [],
         # Linear decay without warm-up, the default of TRL's trainers.
-        warmup_steps=0,
-        seed=seed,
-        device="cpu",
-        **options,
-    )
+        "warmup_steps": 0,
+        "seed": seed,
+        "device": "cpu",
+    }
+    config = ppo_config(directory, directory / "FastPPO", **defaults | options)
     trainer = PPOTrainer(config, monitor_rewards=[gold])
     clock.start()
     while not clock.is_over:
         iterate(trainer)
+
+
+def fastppo_auto(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
+    """`learning_rate: auto`, whatever the rate."""
+    fastppo(directory, clock, "auto", seed, lr_schedule="constant")
 
 
 def fastppo_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
@@ -318,6 +324,7 @@ _TRAINER: dict[str, Any] = {
 
 CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {
     "fastppo": fastppo,
+    "fastppo-auto": fastppo_auto,
     "fastppo-grpo": fastppo_grpo,
     "trl-ppo": trl_ppo,
     "trl-grpo": trl_grpo,

@@ -193,6 +193,11 @@ def sharded_like(value: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
+def local_part(value: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, sharing its memory."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def full_tensor(value: Tensor) -> Tensor:
     """Gather a sharded tensor on every rank; all ranks must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value

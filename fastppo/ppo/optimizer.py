@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fastppo.models.policy import ActorCritic
-from fastppo.models.sharding import full_tensor
+from fastppo.models.sharding import full_tensor, local_part
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.loading import load_callable
 
@@ -142,6 +142,18 @@ class Optimizer:
         for weight, master in pairs:
             master.grad = None
             weight.copy_(master)
+
+    def copy_weights(self) -> list[Tensor]:
+        """Copy this rank's part of the weights to the CPU."""
+        return [local_part(master.detach()).to("cpu", copy=True) for master in self.masters]
+
+    @torch.no_grad()
+    def restore_weights(self, copies: Sequence[Tensor]) -> None:
+        """Restore what `copy_weights` returned. The optimizer's own state stays."""
+        for weight, master, copy in zip(self.weights, self.masters, copies, strict=True):
+            local_part(master).copy_(copy)
+            if weight is not master:
+                weight.copy_(master)
 
     def metrics(self, overflowed_before: int) -> dict[str, float]:
         """Return the loss scale and the steps that overflowed since; nothing without a scale."""

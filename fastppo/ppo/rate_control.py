@@ -15,7 +15,8 @@ slowly.
 
 The rate starts low. Until a measurement comes close to the target, every step raises it.
 
-If the KL exceeds `TOO_FAR` times the target, the next step is not taken and the update ends.
+If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
+collapse do so by one such step.
 
 Sources: rsl_rl's schedule="adaptive" (Rudin et al. 2021, arXiv:2109.11978) and TorchRL's
 KLAdaptiveLR multiply the rate by a constant when a minibatch's KL leaves a band.
@@ -114,7 +115,8 @@ class AdaptiveRate(FixedRate):
             self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
             self.is_too_far = moved > TOO_FAR
             if self.is_searching:
-                expected = self._sensitivities[-1] * self.rate**2
+                # Quadratic in the steps, the most that is possible: the first steps may be small.
+                expected = self._sensitivities[-1] * self.steps / self._taken * self.rate**2
                 self.is_searching = expected < SEARCH_END
                 self.rate = min(self.rate * min(expected**-0.5, SEARCH_GROWTH), LARGEST_RATE)
 
@@ -134,9 +136,9 @@ class AdaptiveRate(FixedRate):
 
     @property
     def metrics(self) -> dict[str, float]:  # type: ignore[override]
-        """`update_kl`: KL of the update, extrapolated to its last step, nats per token; `too_far`:
-        whether the KL ended the update."""
-        metrics = {"too_far": float(self.is_too_far)}
+        """`update_kl`: KL of the update, extrapolated to its last step, nats per token; `undone`:
+        whether it was too far."""
+        metrics = {"undone": float(self.is_too_far)}
         if self._sensitivities:
             mean_rate = self._path / self._taken
             metrics["update_kl"] = self.target * self._sensitivity * mean_rate**2

@@ -310,7 +310,8 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
 
-        If all responses earn the same, only the value function is trained.
+        If all responses earn the same, only the value function is trained. With
+        learning_rate=auto, an update that moves the policy much too far is undone.
         """
         state = self.state
         state.has_signal = bool(experience.advantages.any())
@@ -319,6 +320,9 @@ class PPOTrainer:
         first_step = state.iteration * options.steps_per_iteration
         regression = state.value_regression
         meter = UpdateMeter()
+        weights_before = None
+        if options.is_adaptive and state.trains_by_reward(options):
+            weights_before = self.optimizer.copy_weights()
         state.rate_control.begin_update(options.step_kl, options.steps_per_iteration)
         for _ in range(options.critic_only_epochs):
             self.set_learning_rate(first_step)
@@ -361,6 +365,10 @@ class PPOTrainer:
         if options.steps_per_iteration > 1:
             metrics["still_iterations"] = float(state.count_still(metrics["approx_kl"], options))
         metrics |= state.rate_control.metrics
+        if state.rate_control.is_too_far and weights_before is not None:
+            self.optimizer.restore_weights(weights_before)
+            if regression is not None:
+                regression.begin_batch()  # its states are of other weights
         state.rate_control.end_update()
         metrics |= self.optimizer.metrics(overflowed_before)
         if regression is not None:
@@ -504,7 +512,7 @@ class PPOTrainer:
         if rate_control.is_too_far:
             self.reporter.warn(
                 f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above "
-                f"{TOO_FAR:g} · step_kl: the update ended and the learning rate was lowered",
+                f"{TOO_FAR:g} · step_kl: the update was undone and the learning rate lowered",
                 f"iteration {self.state.iteration + 1}: ",
             )
             return finite

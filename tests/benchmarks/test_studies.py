@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.studies import critic, recipe_curves
+from benchmarks.studies import critic, learning_rate, recipe_curves
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
@@ -75,10 +75,20 @@ def test_the_tables_of_the_page_follow_from_the_kept_curves(
         assert f"{rewards} |" in page
 
 
+def test_the_tables_of_auto_follow_from_the_kept_curves(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    learning_rate.print_grid(learning_rate.read(learning_rate.RESULTS))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) > 10
+    for row in rows:
+        assert row in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
+        ("learning_rate", [], ["| key-and-door, 64 |", "best fixed rate"]),
         ("critic", [], ["| critic, closed form |", "| GRPO |", "form, ahead of |", "| seeds lost"]),
         ("critic", ["--task", "key-and-door"], ["| RLOO |", "PPO: correlation of the advant"]),
     ],

@@ -244,6 +244,9 @@ class Process:
                 parameter.grad = torch.empty_like(parameter)
         parts = self.lasting()
         parts["value function"] += self.regression_bytes  # the batch's moments
+        if config.is_adaptive and self.run.device.type == "cpu":
+            # On a GPU, the copy to undo the update with is in the host's memory.
+            parts["weights before"] = self.gradient_bytes
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"

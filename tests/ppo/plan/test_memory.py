@@ -53,8 +53,9 @@ def assert_parts(plan: Plan, run: Measured) -> None:
         {"value_model": "critic", "microbatch_size": 2},
         {"precision": "bf16"},
         {"param_dtype": "bfloat16"},
+        {"learning_rate": "auto", "ppo_epochs": 2},
     ],
-    ids=["full", "checkpointing", "lora", "critic", "bf16", "masters"],
+    ids=["full", "checkpointing", "lora", "critic", "bf16", "masters", "auto"],
 )
 def test_a_plan_agrees_with_a_run(more: dict[str, Any], tmp_path: Path) -> None:
     config = options(tmp_path, **more)
