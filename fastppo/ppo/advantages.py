@@ -15,8 +15,9 @@ With the exact KL in the reward, each token's penalty is passed as a reward at t
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,28 +47,27 @@ normalizes the gradient and would take a full step in its direction."""
 
 
 LEAST_SIGNAL = 0.1
-"""Smallest standard deviation of a batch's returns that is a signal, as a share of the run's."""
+"""Smallest standard deviation of a batch's scores that is a signal, as a share of the usual one."""
 
-SCALE_DECAY = 0.9
-"""Factor on a batch's weight in the run's standard deviation at each later batch."""
+SCALE_BATCHES = 10
+"""Batches of which the usual standard deviation is the median."""
 
 
 @dataclass(slots=True)
-class ReturnScale:
-    """Standard deviation of a run's returns: a decayed mean over its batches, in reward units."""
+class ScoreScale:
+    """The usual standard deviation of a run's scores, robust against single batches."""
 
-    total: float = 0.0
-    weight: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    """Of the latest batches with different scores, newest last."""
 
     @property
     def floor(self) -> float:
         """Smallest standard deviation of a batch with a signal; 0 before the first."""
-        return LEAST_SIGNAL * self.total / self.weight if self.weight else 0.0
+        return LEAST_SIGNAL * statistics.median(self.recent) if self.recent else 0.0
 
     def add(self, deviation: float) -> None:
-        """Add a batch with a signal."""
-        self.total = SCALE_DECAY * self.total + deviation
-        self.weight = SCALE_DECAY * self.weight + 1
+        """Add a batch's standard deviation."""
+        self.recent = [*self.recent, deviation][-SCALE_BATCHES:]
 
 
 class BatchAdvantages(NamedTuple):
@@ -113,12 +113,12 @@ def make_advantages(
     old: OldPolicy,
     ref_stats: ReferenceStats,
     kl_coef: float,
-    return_scale: ReturnScale | None = None,
+    score_scale: ScoreScale | None = None,
 ) -> BatchAdvantages:
     """Compute shaped rewards, advantages and returns of packed responses.
 
-    Advantages are 0 if the returns vary too little for a signal, or if they are only rounding
-    errors. Whitening divides by at least `return_scale.floor`: it would amplify errors of the value
+    Advantages are 0 if all responses have about the same score, or if they are only rounding
+    errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of the value
     function otherwise.
 
     Args:
@@ -127,7 +127,7 @@ def make_advantages(
         old: logprobs and values of the rollout policy.
         ref_stats: the reference's logprobs, and the exact KL if the reward uses it.
         kl_coef: β of the KL in the reward.
-        return_scale: of the batches before; this batch is added. Default: a first batch.
+        score_scale: of the batches before; this batch is added. Default: a first batch.
     """
     within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
@@ -166,18 +166,17 @@ def make_advantages(
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
         advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
-    return_scale = return_scale or ReturnScale()
-    floor = return_scale.floor
+    score_scale = score_scale or ScoreScale()
+    floor = score_scale.floor
     if options.whiten_advantages != "none" and floor > 0:
         advantages = advantages * (size / floor).clamp(max=1)
-    deviation = estimates.monte_carlo_returns.std(correction=0).item()
-    least = max(floor, ROUNDING) if options.whiten_advantages == "full" else floor
-    if len(batch) > 1 and deviation < least:
-        size = torch.zeros_like(size)
-    elif deviation > ROUNDING and math.isfinite(deviation):
-        return_scale.add(deviation)
-    # `size <= ROUNDING` is False for NaN, so NaN advantages stay visible.
+    # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
+    deviation = scores.total.std(correction=0).item()
+    if len(batch) > 1 and deviation <= max(floor, ROUNDING):
+        advantages = 0.0 * advantages
+    if deviation > ROUNDING and math.isfinite(deviation):
+        score_scale.add(deviation)
     return estimates._replace(advantages=advantages)
 
 

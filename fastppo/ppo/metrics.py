@@ -339,7 +339,7 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
     successes = int((scores > scores.min()).sum()) if len(scores) > 1 else 0
     if len(scores) < 2 or 2 * successes > len(scores):
         return {}
-    return {"successes_per_minibatch": successes / minibatches}
+    return {"successes_per_minibatch": successes / min(minibatches, len(scores))}
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:

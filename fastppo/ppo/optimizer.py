@@ -26,6 +26,7 @@ from torch.amp import GradScaler
 from fastppo.models.policy import ActorCritic
 from fastppo.models.sharding import full_tensor, local_part
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.rate_control import LARGEST_RATE
 from fastppo.rewards.loading import load_callable
 
 ADAM_BETA1 = 0.9
@@ -325,14 +326,15 @@ def set_learning_rate(
         adaptive_rate: the rate of `learning_rate=auto`.
     """
     factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
-    policy_factor = factor if adaptive_rate is None else adaptive_rate
     for group in optimizer.param_groups:
-        rate = (policy_factor if group["adaptive"] else factor) * group["peak_lr"]
+        rate = factor * group["peak_lr"]
+        if group["adaptive"] and adaptive_rate is not None:
+            rate = min(adaptive_rate * group["peak_lr"], LARGEST_RATE)
         if isinstance(group["lr"], Tensor):  # compiled optimizers keep it on the device
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    return policy_factor * optimizer.param_groups[0]["peak_lr"]
+    return float(optimizer.param_groups[0]["lr"])
 
 
 def schedule(name: str, step: int, warmup: int, total: int) -> float:

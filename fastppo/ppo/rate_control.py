@@ -40,11 +40,15 @@ SEARCH_END = 0.25
 """Share of the expected KL at which the search ends."""
 
 CHANGE = 4.0
-"""Largest factor on the rate per update, or its inverse, after the search."""
+"""Largest factor on the rate per update, or its inverse, after the search. Also the largest factor
+above the latest rate that reached `SEARCH_END` of the target: a policy that has learned its task
+hardly moves at any rate."""
 
 RAISE = 0.3
 
 TOO_FAR = 10.0
+
+SMALLEST_RATE = 1e-9
 
 LEAST_KL = 1e-12
 """Share of the target in place of a KL of 0 or less, which is rounding."""
@@ -55,6 +59,7 @@ class FixedRate:
 
     rate: float | None = None
     is_too_far = False
+    is_stuck = False
     metrics: ClassVar[dict[str, float]] = {}
 
     def begin_update(self, target: float, steps: int) -> None: ...
@@ -80,6 +85,8 @@ class AdaptiveRate(FixedRate):
     def __init__(self) -> None:
         self.rate: float = FIRST_RATE
         self.is_searching = True
+        self.reached = FIRST_RATE
+        """The latest rate whose update came near the target."""
         self.begin_update(1.0, 1)
 
     def begin_update(self, target: float, steps: int) -> None:
@@ -106,19 +113,24 @@ class AdaptiveRate(FixedRate):
         Args:
             kl: to the rollout policy, over the next step's minibatch, nats per token.
         """
+        if not math.isfinite(kl):
+            return
         if self._taken == 0:
             # Rounding, or responses of an earlier policy.
             self._first_kl = kl
-        elif math.isfinite(kl):
-            moved = max((kl - self._first_kl) / self.target, LEAST_KL)
-            mean_rate = self._path / self._taken
-            self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
-            self.is_too_far = moved > TOO_FAR
-            if self.is_searching:
-                # Quadratic in the steps, the most that is possible: the first steps may be small.
-                expected = self._sensitivities[-1] * self.steps / self._taken * self.rate**2
-                self.is_searching = expected < SEARCH_END
-                self.rate = min(self.rate * min(expected**-0.5, SEARCH_GROWTH), LARGEST_RATE)
+            return
+        if kl <= self._first_kl and self._first_kl > self.target:
+            return  # the noise is larger than the movement
+        moved = max((kl - self._first_kl) / self.target, LEAST_KL)
+        mean_rate = self._path / self._taken
+        self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
+        self.is_too_far = moved > TOO_FAR
+        if self.is_searching:
+            # Quadratic in the steps, the most that is possible: the first steps may be small.
+            expected = self._sensitivities[-1] * self.steps / self._taken * self.rate**2
+            self.is_searching = expected < SEARCH_END
+            self._set(self.rate * min(expected**-0.5, SEARCH_GROWTH))
+            self.reached = self.rate
 
     def step_taken(self) -> None:
         """Count a step at the current rate."""
@@ -130,9 +142,19 @@ class AdaptiveRate(FixedRate):
         if self.is_searching or not self._sensitivities:
             return
         expected = self._sensitivity * self.rate**2
+        if expected > SEARCH_END:
+            self.reached = self.rate
         gain = 1.0 if expected > 1 else RAISE
         change = min(max(expected ** (-gain / 2), 1 / CHANGE), CHANGE)
-        self.rate = min(self.rate * change, LARGEST_RATE)
+        self._set(min(self.rate * change, CHANGE * self.reached))
+
+    def _set(self, rate: float) -> None:
+        self.rate = min(max(rate, SMALLEST_RATE), LARGEST_RATE)
+
+    @property
+    def is_stuck(self) -> bool:  # type: ignore[override]
+        """Whether the largest rate does not reach the target."""
+        return self.is_searching and self.rate == LARGEST_RATE
 
     @property
     def metrics(self) -> dict[str, float]:  # type: ignore[override]
@@ -153,9 +175,14 @@ class AdaptiveRate(FixedRate):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two updates, as JSON."""
-        return {"rate": self.rate, "is_searching": self.is_searching}
+        return {
+            "rate": self.rate,
+            "is_searching": self.is_searching,
+            "reached": self.reached,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; nothing from a run with a number as its rate."""
         self.rate = state.get("rate", self.rate)
         self.is_searching = state.get("is_searching", self.is_searching)
+        self.reached = state.get("reached", self.reached)

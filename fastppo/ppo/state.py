@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.functional.scalars import counted
-from fastppo.ppo.advantages import ReturnScale
+from fastppo.ppo.advantages import ScoreScale
 from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.options.config import PPOConfig
@@ -59,7 +59,7 @@ class RunState:
     value_regression: ValueRegression | None = None
     """For a closed-form value head. `state_dict` does not contain its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
-    return_scale: ReturnScale = field(default_factory=ReturnScale)
+    usual_scores: ScoreScale = field(default_factory=ScoreScale)
     rate_control: FixedRate = field(default_factory=FixedRate)
     """An `AdaptiveRate` with learning_rate=auto."""
     has_signal: bool = True
@@ -170,7 +170,7 @@ class RunState:
             "kl_coef": self.kl_control.coef,
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
-            "return_scale": asdict(self.return_scale),
+            "usual_scores": asdict(self.usual_scores),
             "rate_control": self.rate_control.state_dict(),
             "has_signal": self.has_signal,
             "evaluations": asdict(self.evaluations),
@@ -186,7 +186,7 @@ class RunState:
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
-        self.return_scale = ReturnScale(**state["return_scale"])
+        self.usual_scores = ScoreScale(**state["usual_scores"])
         self.rate_control.load_state_dict(state["rate_control"])
         self.has_signal = state["has_signal"]
         self.evaluations = BestEvaluations(**state["evaluations"])

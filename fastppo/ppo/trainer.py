@@ -63,7 +63,7 @@ from fastppo.ppo.old_policy import (
 from fastppo.ppo.optimizer import set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory
-from fastppo.ppo.rate_control import TOO_FAR
+from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR
 from fastppo.ppo.reporter import Reporter
 from fastppo.ppo.setup.build import build, world_of
 from fastppo.ppo.setup.preflight import Given
@@ -290,7 +290,7 @@ class PPOTrainer:
             old=old,
             ref_stats=ref_stats,
             kl_coef=kl_coef,
-            return_scale=self.state.return_scale,
+            score_scale=self.state.usual_scores,
         )
         experience = Experience(
             batch,
@@ -323,7 +323,8 @@ class PPOTrainer:
         weights_before = None
         if options.is_adaptive and state.trains_by_reward(options):
             weights_before = self.optimizer.copy_weights()
-        state.rate_control.begin_update(options.step_kl, options.steps_per_iteration)
+        steps = options.ppo_epochs * min(options.minibatches, len(experience))
+        state.rate_control.begin_update(options.step_kl, steps)
         for _ in range(options.critic_only_epochs):
             self.set_learning_rate(first_step)
             train_critic(
@@ -362,7 +363,7 @@ class PPOTrainer:
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
         metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
         metrics["no_signal"] = float(not state.has_signal)
-        if options.steps_per_iteration > 1:
+        if steps > 1:
             metrics["still_iterations"] = float(state.count_still(metrics["approx_kl"], options))
         metrics |= state.rate_control.metrics
         if state.rate_control.is_too_far and weights_before is not None:
@@ -370,6 +371,11 @@ class PPOTrainer:
             if regression is not None:
                 regression.begin_batch()  # its states are of other weights
         state.rate_control.end_update()
+        if state.rate_control.is_stuck:
+            self.reporter.warn(
+                f"learning_rate=auto ends at {LARGEST_RATE:g}, which does not move the policy by "
+                "step_kl: it is made for AdamW; choose a number for other optimizers"
+            )
         metrics |= self.optimizer.metrics(overflowed_before)
         if regression is not None:
             regression.fit(self.model.value_function.head, self.world)
@@ -517,11 +523,13 @@ class PPOTrainer:
             )
             return finite
         learning_rate = self.set_learning_rate(step)
+        overflowed_before = self.optimizer.overflowed_steps
         if self.optimizer.step(numbers):
             self.state.skipped_in_a_row = 0
+            if self.optimizer.overflowed_steps == overflowed_before:
+                rate_control.step_taken()
         else:
             self.reporter.warn(self.state.skip_step(numbers))
-        rate_control.step_taken()
         self.state.optimizer_step += 1
         return {**finite, "learning_rate": learning_rate}
 

@@ -11,7 +11,7 @@ from tiny import random_batch
 
 from fastppo import gae
 from fastppo.models.policy import BatchEvaluation
-from fastppo.ppo.advantages import BatchAdvantages, make_advantages
+from fastppo.ppo.advantages import BatchAdvantages, ScoreScale, make_advantages
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
@@ -151,10 +151,41 @@ def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
         assert (advantages == 0).tolist() == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize("whitening", ["none", "variance"])
-def test_equal_nonzero_advantages_are_kept(whitening: str) -> None:
-    same = Scores(torch.full((4,), 3.0))
-    assert (_of_groups("reinforce", same.last, whiten_advantages=whitening).advantages > 1).all()
+@pytest.mark.parametrize("whitening", ["none", "variance", "full"])
+def test_equal_scores_have_zero_advantages(whitening: str) -> None:
+    """Although their returns differ by position, and from the values."""
+    same = torch.full((4,), 3.0)
+    options = {"whiten_advantages": whitening, "gamma": 0.9}
+    assert not _of_groups("reinforce", same, **options).advantages.any()
+
+
+def test_one_outlier_does_not_hide_the_signal() -> None:
+    scale = ScoreScale()
+    for deviation in (300.0, 0.3, 0.3):
+        scale.add(deviation)
+    assert scale.floor == pytest.approx(0.03)
+    for _ in range(20):
+        scale.add(0.5)
+    assert scale.floor == pytest.approx(0.05)
+    assert len(scale.recent) == 10
+
+
+def test_scores_that_vary_much_less_than_usual_are_no_signal() -> None:
+    scale = ScoreScale()
+    scale.add(100.0)
+    config = PPOConfig(advantage="reinforce", vf_coef=0.0)
+    made = make_advantages(
+        GROUPED,
+        Scores(GROUPED_SCORES),
+        config,
+        truncated=[False] * 4,
+        old=GROUPED_OLD,
+        ref_stats=ReferenceStats(None),
+        kl_coef=0.0,
+        score_scale=scale,
+    )
+    assert not made.advantages.any()
+    assert scale.recent == [100.0, pytest.approx(GROUPED_SCORES.std(correction=0).item())]
 
 
 def test_nan_advantages_stay_nan() -> None:

@@ -109,14 +109,32 @@ def test_the_rate_is_bounded_if_nothing_moves() -> None:
     assert control.rate == LARGEST_RATE
 
 
-def test_a_kl_that_is_not_finite_is_ignored() -> None:
+@pytest.mark.parametrize("kls", [(0.0, math.nan), (math.nan, 0.0), (math.inf, math.nan)])
+def test_a_kl_that_is_not_finite_is_ignored(kls: tuple[float, float]) -> None:
     control = AdaptiveRate()
     control.begin_update(TARGET, 2)
-    for kl in (0.0, math.nan):
+    for kl in kls:
         control.before_step(kl)
         control.step_taken()
     control.end_update()
-    assert control.rate == FIRST_RATE
+    assert FIRST_RATE <= control.rate <= 10 * FIRST_RATE
+
+
+def test_a_policy_that_has_learned_its_task_does_not_raise_the_rate_for_ever() -> None:
+    control = AdaptiveRate()
+    for _ in range(6):
+        _update(control, 8, 1e-4)
+    rate = control.rate
+    for _ in range(50):
+        _update(control, 8, 1.0)
+    assert rate < control.rate <= 4.01 * rate
+
+
+def test_without_movement_the_rate_is_stuck() -> None:
+    control = AdaptiveRate()
+    for _ in range(10):
+        _update(control, 4, 1e9)
+    assert control.is_stuck
 
 
 # --------------------------------------------------------------------------------------- in a run
@@ -147,7 +165,7 @@ def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_update_that_goes_too_far_is_undone(dtype: str, tmp_path: Path) -> None:
-    options = {"learning_rate": "auto", "step_kl": 0.01, "param_dtype": dtype, "model_dtype": dtype}
+    options = {"learning_rate": "auto", "step_kl": 1e-3, "param_dtype": dtype, "model_dtype": dtype}
     trainer = make_trainer(tmp_path, **{**LEARNING, **options})
     for _ in range(2):
         _iterate(trainer)

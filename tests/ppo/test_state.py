@@ -33,7 +33,7 @@ def _used(config: PPOConfig) -> RunState:
     state.kl_control.coef = 0.7
     state.policy_kl_control.coef = 0.9
     state.score_scale.update(torch.tensor([1.0, 2.0, 6.0]))
-    state.return_scale.add(0.4)
+    state.usual_scores.add(0.4)
     state.rate_control.rate = 3e-4
     state.has_signal = False
     for kl in (1.0, 2.0, 4.0):
@@ -63,7 +63,7 @@ def test_the_state_round_trips_through_json(controller: str) -> None:
 def test_every_field_of_the_state_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
-    parts |= {"successes", "value_regression", "return_scale", "rate_control", "has_signal"}
+    parts |= {"successes", "value_regression", "usual_scores", "rate_control", "has_signal"}
     names = {field.name for field in fields(RunState)}
     assert names == parts | {*COUNTERS}
 
