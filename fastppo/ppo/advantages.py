@@ -234,9 +234,11 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     """One advantage per response, repeated for each of its tokens."""
     result = _token_gae(rewarded, options, lam=1.0, whiten=False)
     count = len(rewarded.values)
-    first = rewarded.batch.cu_seqlens[:-1].clamp(max=max(0, count - 1))
-    by_response = _against_group(result.advantages[first], options)
-    lengths = rewarded.batch.written_lengths.to(rewarded.batch.device)
+    lengths = rewarded.batch.written_lengths
+    rows, first, _ = _ends(lengths, rewarded.batch.device)
+    of_response = rewarded.last.index_put((rows,), result.advantages[first])
+    by_response = _against_group(of_response, options)
+    lengths = on_device(lengths, rewarded.batch.device)
     advantages = by_response.repeat_interleave(lengths, output_size=count)
     spread = advantages.std(correction=0)
     advantages = _whitened(advantages, options)
@@ -278,8 +280,21 @@ def shaped_rewards(rewarded: RewardedBatch) -> Tensor:
         assert rewarded.ref_logprobs is not None
         kl = sampled_kl(rewarded.old_logprobs, rewarded.ref_logprobs, rewarded.kl_estimator)
         rewards -= rewarded.kl_coef * kl
-    rewards[rewarded.batch.cu_seqlens[1:] - 1] += rewarded.last
+    rows, _, last = _ends(rewarded.batch.written_lengths, rewarded.batch.device)
+    rewards[last] += rewarded.last[rows]
     return rewards
+
+
+def _ends(lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (rows, first tokens, last tokens) of the responses that have tokens, int64 indices.
+
+    Args:
+        lengths: [B] int64 on the CPU.
+    """
+    rows = lengths.nonzero()[:, 0]
+    stops = lengths.cumsum(0)[rows]
+    first = stops - lengths[rows]
+    return on_device(rows, device), on_device(first, device), on_device(stops - 1, device)
 
 
 def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:

@@ -145,6 +145,18 @@ class Rollout:
         return cls(**joined)
 
 
+def require_tokens(rollout: Rollout) -> Rollout:
+    """Return the rollout, or raise RolloutError if a response is empty: no token would carry its
+    reward."""
+    for row, tokens in enumerate(rollout.tokens):
+        if not tokens:
+            raise RolloutError(
+                f"response {row} of {len(rollout.tokens)} (counted from 0) is empty: an engine "
+                "must return at least one token per prompt, such as the stop token"
+            )
+    return rollout
+
+
 class RolloutEngine(ABC):
     """Base class of rollout engines. Subclasses implement at least `generate`."""
 
@@ -159,7 +171,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        """Generate one response per prompt with the current weights.
+        """Generate one response of at least one token per prompt with the current weights.
 
         All randomness must come from torch's global CPU generator or `sampling.seed`.
         """

@@ -17,9 +17,9 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.pool import EnvironmentPool
-from fastppo.environments.turns import Turns
+from fastppo.environments.turns import OneTurn, Turns
 from fastppo.rewards.reward import RewardError
-from fastppo.rollout import Rollout, Sampling
+from fastppo.rollout import FINISHED, Rollout, RolloutEngine, RolloutError, Sampling
 
 
 class Echo:
@@ -283,3 +283,16 @@ def test_an_environment_is_loaded_by_name(tmp_path: Path) -> None:
         load_environment(f"{path}:Yours")
     with pytest.raises(ValueError, match=r"environment mine: expected file.py:Name"):
         load_environment("mine")
+
+
+@pytest.mark.parametrize("has_environment", [False, True])
+def test_an_empty_response_is_refused(has_environment: bool) -> None:
+    """No token would carry its reward."""
+
+    class SecondIsEmpty(RolloutEngine):
+        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+            return Rollout([[7, 1], [], [1]], [FINISHED] * 3)
+
+    episode_runner = Turns(Echo, tiny.tokenizer(), max_turns=2) if has_environment else OneTurn()
+    with pytest.raises(RolloutError, match=r"response 1 of 3 .* is empty: an engine must"):
+        episode_runner.run(_prompts(3), SecondIsEmpty(), Sampling(4))

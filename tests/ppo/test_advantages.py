@@ -68,6 +68,7 @@ def test_gae_places_scores_at_last_tokens_and_uses_gamma_and_lam(lam: float) -> 
 
 GROUPED = random_batch([3, 1, 2, 2])
 GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
+STD_OF_FOUR = torch.tensor([10.0, 1.0, 2.0, 3.0]).std().item() + 1e-4
 GROUPED_OLD = OldPolicy(torch.linspace(-3, -1, 8), torch.linspace(5, -5, 8), None)
 
 
@@ -201,6 +202,41 @@ def test_spread_is_measured_before_whitening(kind: str) -> None:
         torch.testing.assert_close(estimates.spread, raw.std(correction=0))
     same = Scores(torch.full((4,), 3.0))
     assert _of_groups("group", same.last).spread == 0
+
+
+EMPTY_SECOND = random_batch([2, 0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("gae", [10.0, 10.0, 2.0, 3.0]),
+        ("turn_gae", [10.0, 10.0, 2.0, 3.0]),
+        ("sequence", [10.0, 10.0, 2.0, 3.0]),
+        ("reinforce", [10.0, 10.0, 2.0, 3.0]),
+        ("rloo", [8.0, 8.0, 2 - 14 / 3, 3 - 13 / 3]),
+        ("group", [6 / STD_OF_FOUR, 6 / STD_OF_FOUR, -2 / STD_OF_FOUR, -1 / STD_OF_FOUR]),
+    ],
+)
+def test_an_empty_response_leaves_its_neighbors_rewards(kind: str, wanted: list[float]) -> None:
+    """Values are 0. In a group it counts with its reward."""
+    config = PPOConfig(
+        advantage=kind,
+        samples_per_prompt=4,
+        whiten_advantages="none",
+        lam=1.0,
+        vf_coef=0.0 if kind in CRITIC_FREE else 0.5,
+    )
+    estimates = make_advantages(
+        EMPTY_SECOND,
+        Scores(torch.tensor([10.0, 1.0, 2.0, 3.0])),
+        config,
+        truncated=[False] * 4,
+        old=OldPolicy(torch.zeros(4), torch.zeros(4), None),
+        ref_stats=ReferenceStats(None),
+        kl_coef=0.0,
+    )
+    torch.testing.assert_close(estimates.advantages, torch.tensor(wanted))
 
 
 # ------------------------------------------------------------------------------------------------ λ
