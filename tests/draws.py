@@ -139,8 +139,12 @@ def metrics(
         elif objective == "sapo":
             tau = 1.0 if a > 0 else 1.05
             surrogate = 4 / tau / (1 + math.exp(tau * (1 - ratio))) * a
+        else:
+            assert objective in ("clip", "gspo"), f"no metrics of {objective!r}"
         policy -= w * iw * surrogate
         approx_kl += math.expm1(min(max(d, -20.0), 20.0)) - d
+        if objective in ("cispo", "dis"):
+            clipped += inside != ratio
         if a == 0:
             continue
         sign = "positive" if a > 0 else "negative"
@@ -148,9 +152,7 @@ def metrics(
             corners[f"above_{sign}"] += 1
         if ratio < 1 - low:
             corners[f"below_{sign}"] += 1
-        if objective in ("cispo", "dis"):
-            clipped += inside != ratio
-        else:
+        if objective in ("clip", "gspo"):
             clipped += (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
         dual += dual_clip is not None and a < 0 and ratio > dual_clip
     n = len(ratios)

@@ -14,7 +14,7 @@ losses are negated.
                DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1
     dual clip  Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3
     CISPO      MiniMax 2025, "MiniMax-M1", section 3.1
-    SAPO       Gao et al. 2025, "Soft adaptive policy optimization"
+    SAPO       Gao et al. 2025, "Soft adaptive policy optimization", and its gradient's weight
     GSPO       Zheng et al. 2025, "Group sequence policy optimization", eq. 7, 13, 14
     DIS        Hou et al. 2026, "Single-rollout asynchronous optimization", eq. 1 to 3
 """
@@ -100,6 +100,33 @@ def sapo_surrogate(
     ratio = np.exp(logprobs) / np.exp(old_logprobs)
     taus = np.where(advantages > 0, *tau)
     return 4 / taus / (1 + np.exp(-taus * (ratio - 1))) * advantages
+
+
+def policy_term(
+    name: str,
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    clip: tuple[float, float],
+    tau: tuple[float, float] = (1.0, 1.05),
+) -> tuple[Array, Array]:
+    """The minimized term of each token and its derivative by log π, for every name in
+    `POLICY_TERMS`.
+
+    The derivative of `clip` is −r·A where the minimum is r·A, otherwise 0. That of `sapo` has the
+    weight 4·σ(x)·(1 − σ(x)) = 1/cosh²(x/2), x = τ(r − 1). The other factors are detached.
+    """
+    unclipped = np.exp(logprobs) / np.exp(old_logprobs) * advantages
+    if name == "clip":
+        surrogate = clipped_surrogate(logprobs, old_logprobs, advantages, clip)
+        return -surrogate, -np.where(surrogate == unclipped, unclipped, 0.0)
+    if name == "sapo":
+        x = np.where(advantages > 0, *tau) * (np.exp(logprobs - old_logprobs) - 1)
+        surrogate = sapo_surrogate(logprobs, old_logprobs, advantages, tau)
+        return -surrogate, -unclipped / np.cosh(x / 2) ** 2
+    coefficients = {"cispo": cispo_coefficient, "dis": dis_coefficient}
+    by_logprob = -coefficients[name](logprobs, old_logprobs, clip) * advantages
+    return by_logprob * logprobs, by_logprob
 
 
 def gspo_ratio(logprobs: Array, old_logprobs: Array) -> Array:

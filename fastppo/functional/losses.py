@@ -91,10 +91,10 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     `policy_loss` is weighted like the loss. The others are means over the tokens of non-zero
     weight: `entropy`; `kl` to the reference; `approx_kl` to the old policy (k3); `ratio_mean`,
     `ratio_variance`, `ratio_max`; `clip_fraction`, the share of tokens without gradient because of
-    the clip (for `cispo` and `dis`: outside the range); `dual_clip_fraction`; the shares
-    `ratio_{above,below}_{positive,negative}` of tokens beyond the clip range, by the advantage's
-    sign; and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under `gspo` the ratio is that of
-    the sequence, except in `approx_kl`.
+    the clip (for `cispo` and `dis`: outside the range, whatever their advantage);
+    `dual_clip_fraction`; the shares `ratio_{above,below}_{positive,negative}` of tokens beyond the
+    clip range, by the advantage's sign; and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under
+    `gspo` the ratio is that of the sequence, except in `approx_kl`.
 
     Raises:
         ValueError, TypeError: wrong shape or dtype of `sums`, or an unknown objective.
@@ -105,7 +105,7 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     n = part.tokens.clamp(min=1)
     clipped = part.above_positive + part.below_negative
     if objective in ("cispo", "dis"):
-        clipped = clipped + part.below_positive + part.above_negative
+        clipped = part.outside
     return {
         "policy_loss": part.policy_loss,
         "entropy": part.entropy / n,

@@ -75,9 +75,13 @@ def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
     """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob."""
-    if estimator != "k3":
-        return difference if estimator == "k1" else difference**2 / 2
-    return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference**2 / 2
+    if estimator == "k3":
+        return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
+    raise ValueError(f"expected an estimator of {records.KL_ESTIMATORS}, got {estimator!r}")
 
 
 def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
@@ -149,11 +153,17 @@ def policy_term(
         assert tau_positive is not None
         assert tau_negative is not None
         tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
-        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    coefficient = clipped
+        # Autograd differentiates torch.sigmoid as s·(1 − s), which is 0 where s rounds to 1.
+        gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
+        return -4 / tau * gate * advantages
+    if objective.policy_term == "cispo":
+        return -clipped.detach() * advantages * logprobs
     if objective.policy_term == "dis":
-        coefficient = torch.where((ratio > highest) | (ratio < lowest), 0.0, ratio)
-    return -coefficient.detach() * advantages * logprobs
+        masked = torch.where((ratio > highest) | (ratio < lowest), 0.0, ratio)
+        return -masked.detach() * advantages * logprobs
+    raise ValueError(
+        f"expected a policy term of {records.POLICY_TERMS}, got {objective.policy_term!r}"
+    )
 
 
 def sequence_ratio_logprobs(
@@ -222,6 +232,7 @@ def loss_of_statistics(
         approx_kl=sampled_kl(t.old_logprobs - logprobs, "k3").sum(),
         ratio=(ratio * counted).sum(),
         ratio_squared=(ratio**2 * counted).sum(),
+        outside=(above | below).sum(),
         above_positive=(above & positive).sum(),
         below_positive=(below & positive).sum(),
         above_negative=(above & negative).sum(),

@@ -53,6 +53,7 @@ class Sums(NamedTuple):
     approx_kl: Tensor  # k3 of the policy against the old policy
     ratio: Tensor
     ratio_squared: Tensor
+    outside: Tensor  # ratio outside the clip range, whatever the advantage
     above_positive: Tensor  # ratio above the clip range and A > 0: clipped, no gradient
     below_positive: Tensor  # ratio below the clip range and A > 0: pulled back
     above_negative: Tensor  # ratio above the clip range and A < 0: pushed back

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import (
+    POLICY_TERMS,
     Discounts,
     Objective,
     PerToken,
@@ -165,31 +166,43 @@ def test_the_mean_of_the_ratio_weighted_kl_and_its_gradient_are_the_kls(estimato
     close(weighted.sums[0], (np.exp(p_old) * per_token_kl).sum())
 
 
-@pytest.mark.parametrize("term", ["cispo", "dis", "sapo"])
-def test_other_policy_terms_are_those_of_their_papers(term: str) -> None:
-    """Value, and gradient by the logprob: that of the paper's detached coefficient times log π, or
-    of the published surrogate."""
+@pytest.mark.parametrize("term", POLICY_TERMS)
+def test_policy_terms_are_those_of_their_papers(term: str) -> None:
+    """Value, and gradient by the logprob."""
     data = draws.batch((N,), V)
     logprobs = draws.token_logprobs(data.logits, data.tokens).requires_grad_()
     ratio = (logprobs - data.old_logprobs).exp()
-    objective = Objective(
-        0.9, 1.3, policy_term=term, tau_positive=1.5 if term == "sapo" else None, tau_negative=0.7
-    )
+    taus = (1.5, 0.7) if term == "sapo" else (None, None)
+    objective = Objective(0.9, 1.3, policy_term=term, tau_positive=taus[0], tau_negative=taus[1])
     numbers = [x.detach().numpy() for x in (logprobs, data.old_logprobs, data.advantages)]
-    if term == "sapo":
-        wanted = -paper.sapo_surrogate(*numbers, (1.5, 0.7))
-        step = 1e-6
-        moved = -paper.sapo_surrogate(numbers[0] + step, *numbers[1:], (1.5, 0.7))
-        by_logprob, tolerance = (moved - wanted) / step, 1e-5
-    else:
-        coefficient = getattr(paper, f"{term}_coefficient")(*numbers[:2], (0.1, 0.3))
-        assert len(np.unique(coefficient == np.exp(numbers[0] - numbers[1]))) == 2, "some are out"
-        by_logprob, tolerance = -coefficient * numbers[2], 1e-12
-        wanted = by_logprob * numbers[0]
+    wanted, by_logprob = paper.policy_term(term, *numbers, (0.1, 0.3), (1.5, 0.7))
     found = definition.policy_term(logprobs, ratio, data.advantages, objective)
     close(found, wanted)
     (grad,) = torch.autograd.grad(found.sum(), logprobs)
-    np.testing.assert_allclose(grad.numpy(), by_logprob, rtol=tolerance, atol=tolerance)
+    close(grad, by_logprob)
+    if term != "sapo":
+        on_policy = -numbers[2] * np.exp(numbers[0] - numbers[1])
+        assert len(np.unique(np.isclose(by_logprob, on_policy))) == 2, "some are out of the range"
+
+
+@pytest.mark.parametrize("ratio", [0.0, 15.0, 40.0, 90.0])
+def test_sapos_gate_keeps_its_digits(ratio: float) -> None:
+    """In fp32, where the sigmoid of 17 rounds to 1."""
+    x = torch.tensor([ratio], requires_grad=True)
+    objective = Objective(policy_term="sapo", tau_positive=1.0, tau_negative=1.0)
+    term = definition.policy_term(x, x, torch.ones(1), objective)
+    (grad,) = torch.autograd.grad(term.sum(), x)
+    wanted = -1 / np.cosh((ratio - 1) / 2) ** 2
+    # An exponential of up to 89 has a relative error of 89 roundings of 6e-8.
+    np.testing.assert_allclose(grad.numpy(), wanted, rtol=1e-5)
+
+
+def test_unknown_names_are_refused() -> None:
+    x = torch.ones(1)
+    with pytest.raises(ValueError, match=r"policy term .*'clip', .* got 'tppo'"):
+        definition.policy_term(x, x, x, Objective(policy_term="tppo"))
+    with pytest.raises(ValueError, match=r"estimator .*'k1', .* got 'k4'"):
+        definition.sampled_kl(x, "k4")
 
 
 def test_gspo_has_the_sequences_ratio_and_a_gradient_per_token() -> None:

@@ -204,6 +204,9 @@ LOSSES: dict[str, dict[str, Any]] = {
         # term, and the logprob, −25, almost equals the reference's.
         "cancels_at": "short, fp32, off 16 bytes",
     },
+    "cispo": {"policy_term": "cispo"},
+    "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+    "dis": {"policy_term": "dis"},
     "no gradient, no clip": {
         "need_grad": False, "lowest_ratio": -float("inf"), "highest_ratio": float("inf"),
     },

@@ -155,7 +155,9 @@ class AdvantageOptions(Options):
         "GRPO's (R − mean)/(std + 1e-4) over the prompt's samples",
     )
     lam_alpha: float | None = option(
-        None, "α: λ = 1 − 1/(α·length) for each response, instead of lam", above=0
+        None,
+        "α: λ = max(0, 1 − 1/(α·length)) for each response, instead of lam; 0 for up to 1/α tokens",
+        above=0,
     )
     value_lam: float | None = option(
         None, "λ of the value function's returns; default: lam", minimum=0, maximum=1

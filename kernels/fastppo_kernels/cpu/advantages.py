@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastppo_kernels.cpu.rows import ESTIMATORS, clear, sampled_kl
+from fastppo_kernels.cpu.rows import ESTIMATORS, clear, code, sampled_kl
 from fastppo_kernels.cpu.threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
@@ -320,7 +320,7 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
             lams=_each(discounts.lam, discounts.lams, count),
         ),
         float(shaping.kl_coef),
-        ESTIMATORS[shaping.kl_estimator],
+        code("kl_estimator", shaping.kl_estimator, ESTIMATORS),
         advantages.view(-1).numpy(),
         returns.view(-1).numpy(),
         sums,

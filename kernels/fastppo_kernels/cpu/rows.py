@@ -37,7 +37,6 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from fastppo_kernels import records
 from fastppo_kernels.cpu.threads import (
     EXACT,
     IN_LANES,
@@ -99,11 +98,11 @@ TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
 BLOCK = 2048
 """Columns per block: 8 KiB in fp32. Sums of a block are fp32, and joined in fp64."""
 
-POLICY_TERMS: dict[str, Any] = {name: i for i, name in enumerate(records.POLICY_TERMS)}
-CLIP, CISPO, SAPO, DIS = POLICY_TERMS.values()
+CLIP, CISPO, SAPO, DIS = range(4)
+POLICY_TERMS: dict[str, Any] = {"clip": CLIP, "cispo": CISPO, "sapo": SAPO, "dis": DIS}
 
-ESTIMATORS: dict[str, Any] = {"k1": 1, "k2": 2, "k3": 3, "full": 4}
-K1, K2, K3, FULL = ESTIMATORS.values()
+K1, K2, K3, FULL = range(1, 5)
+ESTIMATORS: dict[str, Any] = {"k1": K1, "k2": K2, "k3": K3, "full": FULL}
 
 
 class _Rows(NamedTuple):
@@ -663,18 +662,26 @@ def _k3(difference):
 
 @compiled
 def sampled_kl(difference, estimator):
-    """Return (the estimate from d = logprob − ref_logprob, its derivative by the logprob)."""
+    """Return (the estimate from d = logprob − ref_logprob, its derivative by the logprob).
+
+    NaN for a number that is no estimator's.
+    """
     if estimator == K1:
         return difference, 1.0
     if estimator == K2:
         return 0.5 * difference * difference, difference
-    is_inside = abs(difference) <= LOG_RATIO_LIMIT
-    return _k3(difference), -math.expm1(-difference) if is_inside else 1.0
+    if estimator == K3:
+        is_inside = abs(difference) <= LOG_RATIO_LIMIT
+        return _k3(difference), -math.expm1(-difference) if is_inside else 1.0
+    return math.nan, math.nan
 
 
 @compiled
 def _policy_term(logprob, ratio, advantage, is_clamped, loss):
-    """Return (policy term, its derivative by the logprob); see `definition.policy_term`."""
+    """Return (policy term, its derivative by the logprob); see `definition.policy_term`.
+
+    NaN for a number that is no term's.
+    """
     unclipped = ratio * advantage
     if loss.policy_term == CLIP:
         clipped = min(max(ratio, loss.lowest_ratio), loss.highest_ratio) * advantage
@@ -692,11 +699,12 @@ def _policy_term(logprob, ratio, advantage, is_clamped, loss):
         gate = e * share if x < 0 else share
         slope = 4.0 * e * share * share * unclipped
         return -4.0 / tau * gate * advantage, 0.0 if is_clamped else -slope
-    coefficient = ratio
-    if ratio > loss.highest_ratio:
-        coefficient = loss.highest_ratio if loss.policy_term == CISPO else 0.0
-    elif ratio < loss.lowest_ratio:
-        coefficient = loss.lowest_ratio if loss.policy_term == CISPO else 0.0
+    coefficient = math.nan
+    if loss.policy_term == CISPO:
+        coefficient = min(max(ratio, loss.lowest_ratio), loss.highest_ratio)
+    elif loss.policy_term == DIS:
+        is_outside = ratio > loss.highest_ratio or ratio < loss.lowest_ratio
+        coefficient = 0.0 if is_outside else ratio
     by_logprob = -coefficient * advantage
     return by_logprob * logprob, by_logprob
 
@@ -756,6 +764,7 @@ def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
         approx_kl=_k3(token.old_logprobs[i] - logprob),
         ratio=ratio,
         ratio_squared=ratio * ratio,
+        outside=np.float64(above or below),
         above_positive=np.float64(above and advantage > 0),
         below_positive=np.float64(below and advantage > 0),
         above_negative=np.float64(above and advantage < 0),
@@ -920,12 +929,19 @@ def _arrays(per_token: PerToken) -> PerToken:
     return PerToken(indices, *[_doubles(x) for x in numbers])
 
 
+def code(field: str, name: str, codes: dict[str, Any]) -> Any:
+    """Return the number of a name in the loops, or raise ValueError if they do not have it."""
+    if name not in codes:
+        raise ValueError(f"{field}: the CPU's loops have {', '.join(codes)}, got {name!r}")
+    return codes[name]
+
+
 def _codes(objective: Objective) -> Objective:
     """Replace names by numbers, a missing dual clip by infinity and missing gates by NaN."""
     return objective._replace(
         dual_clip=math.inf if objective.dual_clip is None else objective.dual_clip,
-        kl_estimator=ESTIMATORS[objective.kl_estimator],
-        policy_term=POLICY_TERMS[objective.policy_term],
+        kl_estimator=code("kl_estimator", objective.kl_estimator, ESTIMATORS),
+        policy_term=code("policy_term", objective.policy_term, POLICY_TERMS),
         tau_positive=math.nan if objective.tau_positive is None else objective.tau_positive,
         tau_negative=math.nan if objective.tau_negative is None else objective.tau_negative,
     )

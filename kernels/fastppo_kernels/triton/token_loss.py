@@ -124,6 +124,7 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
         approx_kl=approx_kl,
         ratio=ratio,
         ratio_squared=ratio * ratio,
+        outside=(above | below).to(tl.float32),
         above_positive=(above & positive).to(tl.float32),
         below_positive=(below & positive).to(tl.float32),
         above_negative=(above & negative).to(tl.float32),
