@@ -204,9 +204,6 @@ LOSSES: dict[str, dict[str, Any]] = {
         # term, and the logprob, −25, almost equals the reference's.
         "cancels_at": "short, fp32, off 16 bytes",
     },
-    "cispo": {"policy_term": "cispo"},
-    "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
-    "dis": {"policy_term": "dis"},
     "no gradient, no clip": {
         "need_grad": False, "lowest_ratio": -float("inf"), "highest_ratio": float("inf"),
     },
@@ -228,6 +225,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "columns ruled out": {"entropy_coef": 0.05, "rows": "masked"},
     # Without entropy: its gradient is 0 in a constant row, and fp64's rounding would be tested.
     "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
+    "cispo": {"policy_term": "cispo"},
+    "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
+    "dis": {"policy_term": "dis"},
 }  # fmt: skip
 
 
