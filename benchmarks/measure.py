@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+import fastppo
+
 ROTATION_BYTES = 2**28
 """Size of the rotating inputs on a CPU: several times the last-level cache."""
 
@@ -178,9 +180,10 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
     """Return the peak memory of a call in bytes, above the memory before it.
 
-    NumPy's memory counts only if the result still holds it.
+    NumPy's memory counts only if the result still holds it, and kept buffers are freed before.
     """
     gc.collect()
+    fastppo.empty_cache()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

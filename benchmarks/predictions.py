@@ -190,7 +190,12 @@ class Work(NamedTuple):
 
 TRL_STATISTICS = "TRL, H100: 0.89 ms (huggingface/trl, issue 7244)"
 HEAD_PEERS = (
-    "cross-entropy, H200: Liger-Kernel 34.4 ms (its pull request 1356), QuACK 0.6.5 35.5 ms"
+    "cross-entropy, H200: Liger-Kernel 34.4 ms (its pull request 1356), QuACK 0.6.5 35.5 ms; "
+    "B200: Liger-Kernel 17.5 ms (its pull request 1339)"
+)
+LOGPROBS_PEERS = (
+    "cross-entropy, H200: Liger-Kernel 13.59 ms, QuACK 13.69 ms, not stated whether with gradients "
+    "(Liger-Kernel, pull request 1348)"
 )
 STATISTICS_PEERS = (
     "H100: Liger-Kernel 50.2 ms, verl's form 165.6 ms (Liger-Kernel, pull request 1370)"
@@ -223,7 +228,7 @@ def works() -> list[Work]:
         ("linear loss", head_loss, "llama-3.2-1b", N, ""),
         ("linear loss", head_loss, "qwen2.5-0.5b", N, ""),
         ("linear loss", head_loss, "llama-2-7b", N, ""),
-        ("linear logprobs", head_logprobs, "llama-3.1-8b", N, ""),
+        ("linear logprobs", head_logprobs, "llama-3.1-8b", N, LOGPROBS_PEERS),
         ("linear logprobs", head_logprobs, "qwen3-8b", N, ""),
         ("linear logprobs", head_logprobs, "qwen3-8b", 4 * N, ""),
     ):

@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastppo_kernels.cpu.threads import empty_cache
+
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
     from fastppo.functional.arguments import aggregation_weights
     from fastppo.functional.lm_head import head_weight
@@ -54,6 +56,7 @@ HOMES = {
     "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss", "value_loss"),
     "fastppo.ppo.options.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
+    "fastppo_kernels.cpu.threads": ("empty_cache",),
 }
 """The public names of each module."""
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
@@ -67,6 +70,7 @@ __all__ = [
     "aggregation_weights",
     "combine_sums",
     "compute_advantages",
+    "empty_cache",
     "entropy",
     "gae",
     "head_weight",

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+import fastppo
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.options.config import PPOConfig
 
@@ -129,6 +130,7 @@ class MicrobatchLimits:
             # A limit above the number of sequences changes nothing.
             while _halved(wanted, self.halvings).sequences >= max(sequences, 2):
                 self.halvings += 1
+        fastppo.empty_cache()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         limits = _halved(wanted, self.halvings)

@@ -412,6 +412,7 @@ SIGNATURES = {
         "dtype=torch.float32",
     ),
     "head_weight": ("lm_head", ""),
+    "empty_cache": ("", ""),
 }
 """The positional arguments and the keywords of each public function."""
 

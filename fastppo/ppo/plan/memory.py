@@ -19,6 +19,7 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
     vLLM               its share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
                        the buffers of a sampling step
+    spare buffers      kept by the CPU kernels: the gradient of a chunk of PPO-ptx logits
     activations        all else: tensors saved by autograd, weights cast by autocast
 
 Activations are counted by running the model on fake tensors, so they follow its architecture,
@@ -294,14 +295,16 @@ class Process:
 
         This loss computes its logits twice, and needs a gradient buffer of their size.
         """
-        config = self.config
-        rows = self.run.share(config.ptx_batch_size)
-        rows = min(config.limits().count(config.ptx_block_size), rows)
-        ids = torch.zeros(rows, config.ptx_block_size, dtype=torch.int64)
+        ids = torch.zeros(self.rows_of_text(), self.config.ptx_block_size, dtype=torch.int64)
         before = self.live.bytes
         with self.policy.autocast():
             text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
             return self.live.bytes - before, self.loss_bytes(text, buffers=2)
+
+    def rows_of_text(self) -> int:
+        """Return the sequences of a PPO-ptx microbatch."""
+        fitting = self.config.limits().count(self.config.ptx_block_size)
+        return min(fitting, self.run.share(self.config.ptx_batch_size))
 
     def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:
         """Return the bytes of the loss on hidden states.
@@ -312,10 +315,9 @@ class Process:
             buffers: [n, V] buffers of a chunk.
         """
         weight = self.policy.head.weight
-        vocabulary, width = weight.shape
+        vocabulary = len(weight)
         trained = weight.requires_grad
-        spared = accumulator_rows(weight, self.dtype, buffers=buffers) if trained else 0
-        rows = chunk_rows(len(hidden), vocabulary, self.run.device, width=width, spared_rows=spared)
+        rows = self.rows_of_chunk(len(hidden), buffers=buffers)
         size = buffers * rows * vocabulary * self.dtype.itemsize
         size += hidden.numel() * hidden.itemsize  # their gradient
         if self.dtype != weight.dtype:
@@ -326,6 +328,13 @@ class Process:
             rows = min(rows, max(1, CHUNK_ELEMENTS // vocabulary))
             size += DEFINITION_COPIES * rows * vocabulary * 4
         return size
+
+    def rows_of_chunk(self, tokens: int, *, buffers: int) -> int:
+        weight = self.policy.head.weight
+        vocabulary, width = weight.shape
+        trained = weight.requires_grad
+        spared = accumulator_rows(weight, self.dtype, buffers=buffers) if trained else 0
+        return chunk_rows(tokens, vocabulary, self.run.device, width=width, spared_rows=spared)
 
     # ---------------------------------------------------------------------------------- the parts
 
@@ -343,6 +352,10 @@ class Process:
         if self.run.is_sharded:
             masters = 0
         parts = {"fp32 masters": masters, "optimizer states": states // self.run.shards}
+        if self.run.device.type == "cpu" and self.config.is_used("ptx_coef"):
+            rows = self.rows_of_chunk(self.rows_of_text() * self.config.ptx_block_size, buffers=2)
+            vocabulary = len(self.policy.head.weight)
+            parts["spare buffers"] = rows * vocabulary * self.dtype.itemsize
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
     def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:

@@ -14,6 +14,7 @@ import itertools
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,10 +190,45 @@ def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a contiguous tensor of this shape, in huge pages if it is large.
 
     Page faults take two thirds of the time of writing a new tensor, and huge pages have 512 times
-    fewer. NumPy requests them from the system; torch does not.
+    fewer. NumPy requests them from the system; torch does not. If the system has none ready, a page
+    takes milliseconds. So the memory of a freed tensor is kept for the next one: see `empty_cache`.
     """
     dtype = dtype or like.dtype
-    if like.numel() * dtype.itemsize < 2 * HUGE_PAGE or like.device.type != "cpu":
+    size = like.numel() * dtype.itemsize
+    if size < 2 * HUGE_PAGE or like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
-    memory = np.empty(like.numel() * dtype.itemsize, dtype=np.uint8)
+    buffer = _take(size)
+    memory = buffer[:size]  # lives as long as the tensor's storage
+    weakref.finalize(memory, _keep, buffer).atexit = False
     return torch.from_numpy(memory).view(dtype).view(like.shape)
+
+
+SPARES = 2
+"""Freed buffers to keep."""
+
+_spares: dict[int, np.ndarray] = {}
+"""Freed buffers by `id`, oldest first. Only atomic operations change it, since a garbage collection
+can free a tensor at any point of any thread."""
+
+
+def _take(size: int) -> np.ndarray:
+    """Return a kept buffer of `size` bytes, at most twice as large, or a new one."""
+    for key, buffer in list(_spares.items()):
+        if size <= buffer.nbytes <= 2 * size and _spares.pop(key, None) is not None:
+            return buffer
+    return np.empty(size, dtype=np.uint8)
+
+
+def _keep(buffer: np.ndarray) -> None:
+    _spares[id(buffer)] = buffer
+    for key in list(_spares)[:-SPARES]:
+        _spares.pop(key, None)
+
+
+def empty_cache() -> None:
+    """Return the memory of freed gradients on a CPU to the system.
+
+    The CPU kernels keep the memory of the last two freed results of at least 4 MiB, because new
+    memory can take longer than the kernel. `torch.cuda.empty_cache` does the same for a GPU.
+    """
+    _spares.clear()

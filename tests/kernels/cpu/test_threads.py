@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import processes
 import pytest
+import torch
 from fastppo_kernels.cpu import threads as cpu_threads
+from fastppo_kernels.cpu.threads import fresh
 from processes import FORKSERVER
+
+import fastppo
 
 DTYPES = ("f4", "i2", "u2")
 COUNT = 8
@@ -157,3 +164,92 @@ def test_a_slow_compilation_is_announced_on_a_terminal(
     cpu_threads.in_threads(Kernel(), 1, entries=1)
     cpu_threads.in_threads(Kernel(), 1, entries=1)
     assert sys.stderr.getvalue().count("\n") == (1 if seconds else 0)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------- kept memory
+
+LARGE = torch.empty(2 * cpu_threads.HUGE_PAGE, dtype=torch.uint8)
+
+
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    fastppo.empty_cache()
+    yield
+    fastppo.empty_cache()
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_the_memory_of_a_freed_tensor_is_used_again() -> None:
+    first = fresh(LARGE)
+    place = first.data_ptr()
+    second = fresh(LARGE)
+    assert second.data_ptr() != place
+    del first
+    assert fresh(LARGE).data_ptr() == place
+    fastppo.empty_cache()
+    assert held_bytes() == 0
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize(
+    "share", [lambda x: x.numpy(), lambda x: x.view(torch.int32)[3:], lambda x: x.detach()]
+)
+def test_memory_in_use_by_a_view_is_not_used_again(share: Any) -> None:
+    tensor = fresh(LARGE).fill_(7)
+    view = share(tensor)
+    expected = view.copy() if isinstance(view, np.ndarray) else view.clone()
+    del tensor
+    fresh(LARGE).fill_(9)
+    assert (view == expected).all()
+    assert held_bytes() == LARGE.nbytes  # of the second tensor
+    del view
+    assert held_bytes() == 2 * LARGE.nbytes
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_kept_memory_is_bounded() -> None:
+    several = [fresh(LARGE) for _ in range(5)]
+    del several
+    assert held_bytes() == cpu_threads.SPARES * LARGE.nbytes
+    # Neither too small nor more than twice too large.
+    larger = fresh(LARGE.repeat(2))
+    assert held_bytes() == cpu_threads.SPARES * LARGE.nbytes
+    del larger
+    assert held_bytes() == 3 * LARGE.nbytes
+    small = fresh(LARGE[:-1])
+    assert small.untyped_storage().nbytes() == LARGE.nbytes - 1
+    assert held_bytes() == 3 * LARGE.nbytes
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_gradients_of_threads_do_not_share_memory() -> None:
+    def work(value: int) -> bool:
+        for _ in range(50):
+            tensor = fresh(LARGE).fill_(value)
+            if not (tensor == value).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_gradient_is_right_in_memory_that_was_used_before() -> None:
+    logits = torch.randn(128, 8192).requires_grad_()
+    tokens = torch.randint(8192, (128,))
+    arguments = (tokens, fastppo.token_logprobs(logits.detach(), tokens), torch.ones(128))
+    mask = torch.arange(128) % 3 > 0  # masked rows have a gradient of zero
+    gradients = []
+    for _ in range(3):
+        fastppo.ppo_loss(logits, *arguments, mask).loss.backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad.clone())
+        logits.grad.fill_(math.nan)
+        logits.grad = None
+    assert (gradients[0] == gradients[1]).all()
+    assert (gradients[0] == gradients[2]).all()
+
+
+def held_bytes() -> int:
+    return sum(buffer.nbytes for buffer in cpu_threads._spares.values())
