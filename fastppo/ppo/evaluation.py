@@ -9,7 +9,6 @@ also evaluated before the first update, under `before/`.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from transformers import set_seed
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
-from fastppo.ppo.metrics import policy_metrics, response_metrics
+from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
@@ -31,7 +30,8 @@ LOGGED_SAMPLES = 8
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over
-the responses. `reward_error` is the standard error of the reward, NaN for a single prompt."""
+the responses. `reward_error`, NaN for a single prompt, and `monitor_error/NAME` are the standard
+errors."""
 
 
 @contextmanager
@@ -142,10 +142,7 @@ class Evaluation:
         if self.prompts is None or not due:
             return {}
         metrics, samples = self._in_modes(trainer, self.prompts, "eval/")
-        best = trainer.state.evaluations
-        is_best = {"eval/": best.take(metrics["eval/reward"])}
-        if self.modes != "sampled":
-            is_best["eval/greedy/"] = best.take(metrics["eval/greedy/reward"], greedy=True)
+        is_best = self._take(trainer, metrics, "eval/")
         for prefix in self._prefixes("eval/"):
             trainer.say(
                 f"iteration {trainer.state.iteration + 1}: {_line(metrics, prefix)}"
@@ -160,9 +157,23 @@ class Evaluation:
             return {}
         trainer.say(f"before training: evaluating on {len(self.prompts)} held-out prompts")
         metrics, _ = self._in_modes(trainer, self.prompts, "before/")
+        self._take(trainer, metrics, "before/")
         for prefix in self._prefixes("before/"):
             trainer.say(f"before training: {_line(metrics, prefix)}")
         return metrics
+
+    def _take(self, trainer: Any, metrics: dict[str, float], prefix: str) -> dict[str, bool]:
+        """Record the rewards in the trainer's state.
+
+        Returns:
+            By the prefix of each mode's metrics, whether its reward is the best so far.
+        """
+        best = trainer.state.evaluations
+        is_best = {prefix: best.take(metrics[f"{prefix}reward"])}
+        if self.modes != "sampled":
+            greedy = f"{prefix}greedy/"
+            is_best[greedy] = best.take(metrics[f"{greedy}reward"], greedy=True)
+        return is_best
 
     def _prefixes(self, prefix: str) -> list[str]:
         """Return the prefix of each mode's metrics."""
@@ -193,7 +204,7 @@ class Evaluation:
         """Return (means over all responses, records of the first responses)."""
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
-        rewards: list[float] = []
+        scores: list[Scores] = []
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
@@ -204,12 +215,11 @@ class Evaluation:
                     count = applying.get(name, len(part))
                     sums[name] = sums.get(name, 0.0) + value * count
                     counts[name] = counts.get(name, 0) + count
-            rewards += result["scores"].total.tolist()
+            scores.append(result["scores"])
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
         means = {name: total / counts[name] for name, total in sums.items()}
-        deviation = statistics.stdev(rewards) if len(rewards) > 1 else math.nan
-        means["reward_error"] = deviation / math.sqrt(len(rewards))
+        means |= {"reward_error": math.nan, **standard_errors(Scores.joined(scores))}
         return means, records
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.experience import Experience, Responses
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
@@ -156,6 +157,8 @@ def update_metrics(
     metrics = meter.metrics(options.objective) | options.scheduled_values()
     if not options.kl_loss_coef:
         del metrics["kl_loss"]
+    if options.advantage in CRITIC_FREE:
+        del metrics["value_loss"]
     if options.value_clip is None:
         del metrics["value_clip_fraction"]
     if options.early_stop_kl is not None:
@@ -240,8 +243,10 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
-def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, float]:
-    """Return means over the batch.
+def experience_metrics(
+    experience: Experience, spread: Tensor, options: PPOConfig
+) -> dict[str, float]:
+    """Return means over the batch, and with a critic its metrics.
 
     Args:
         spread: standard deviation of the advantages before whitening, 0-d.
@@ -249,8 +254,6 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
     batch = experience.batch
     metrics = {
         "response_length": batch.written_lengths.float().mean().to(batch.device),
-        "value": experience.old_values.mean(),
-        "return": experience.returns.mean(),
         "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:
@@ -258,6 +261,10 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
         metrics["kl"] = total_kl / len(batch)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
+    if options.advantage in CRITIC_FREE:
+        return to_floats(metrics)
+    metrics["value"] = experience.old_values.mean()
+    metrics["return"] = experience.returns.mean()
     return to_floats(metrics) | critic_metrics(experience)
 
 
@@ -286,6 +293,35 @@ def policy_metrics(
     return means
 
 
+def standard_errors(scores: Scores, samples_per_prompt: int = 1) -> dict[str, float]:
+    """Return the standard errors of the mean reward and of each monitored reward.
+
+    Prompts differ in difficulty, so only responses to different prompts are independent: with
+    several samples per prompt, it is the error of the mean over the prompts' mean rewards.
+
+    Args:
+        samples_per_prompt: adjacent responses to the same prompt.
+
+    Returns:
+        dict: `reward_error` and `monitor_error/NAME`, over the prompts to which the reward applies;
+        absent for a single one.
+    """
+    rewards = {"reward_error": scores.total.tolist()}
+    for name, scored in scores.monitors.items():
+        rewards[f"monitor_error/{name}"] = scored
+    errors = {}
+    for name, values in rewards.items():
+        by_prompt = []
+        for begin in range(0, len(values), samples_per_prompt):
+            samples = values[begin : begin + samples_per_prompt]
+            applying = [value for value in samples if not math.isnan(value)]
+            if applying:
+                by_prompt.append(statistics.fmean(applying))
+        if len(by_prompt) > 1:
+            errors[name] = statistics.stdev(by_prompt) / math.sqrt(len(by_prompt))
+    return errors
+
+
 def response_metrics(
     scores: Scores, rollout: Rollout, kl_metrics: Mapping[str, float], samples_per_prompt: int = 1
 ) -> dict[str, float]:
@@ -302,6 +338,7 @@ def response_metrics(
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)
         metrics["frac_reward_zero_std"] = is_equal.float().mean().item()
+    metrics |= standard_errors(scores, samples_per_prompt)
     metrics |= length_metrics(rollout)
     if "kl_coef" in kl_metrics:
         metrics["non_score_reward"] = -kl_metrics["kl_coef"] * kl_metrics["kl"]

@@ -302,7 +302,8 @@ class PPOTrainer:
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
-        metrics = score_metrics | experience_metrics(experience, estimates.spread) | old.metrics
+        metrics = experience_metrics(experience, estimates.spread, options)
+        metrics |= score_metrics | old.metrics
         if ref_stats.logprobs is not None:
             metrics["kl_coef"] = kl_coef
         return experience, metrics

@@ -227,6 +227,8 @@ class Watch:
         """A sentence per threshold of `stop_if` that the last metrics crossed."""
         self._iterations = 0
         self._metrics_seen: set[str] = set()
+        self._eos_warning_is_due: bool | None = None
+        """None while eos_rate has crossed its threshold in every iteration."""
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
         """Return the warnings about the metrics of an iteration."""
@@ -236,7 +238,26 @@ class Watch:
             # Equal rewards imply equal advantages and no success: one warning is enough.
             implied = ("advantage_std = ", "successes_per_minibatch = ")
             warnings = [text for text in warnings if not text.startswith(implied)]
+        if "eos_rate" in metrics:
+            warnings = self._with_eos_warning_once(warnings, metrics)
         return warnings + self._missing(metrics)
+
+    def _with_eos_warning_once(
+        self, warnings: list[str], metrics: Mapping[str, float]
+    ) -> list[str]:
+        """Keep the first warning about eos_rate, and none if it was low from the start.
+
+        Responses that are all cut off from the start are meant to be, as in plain text
+        continuation. Episodes of turns are not.
+        """
+        others = [text for text in warnings if not text.startswith("eos_rate = ")]
+        is_low = len(others) < len(warnings)
+        if self._eos_warning_is_due is None and (not is_low or "turns" in metrics):
+            self._eos_warning_is_due = True
+        if not is_low or not self._eos_warning_is_due:
+            return others
+        self._eos_warning_is_due = False
+        return warnings
 
     def _missing(self, metrics: dict[str, float]) -> list[str]:
         """In iteration `absent_after`, a sentence per missing metric, with the nearest name."""
@@ -260,9 +281,13 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics seen so far, as JSON."""
-        return {"absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)}}
+        return {
+            "absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)},
+            "eos_warning_is_due": self._eos_warning_is_due,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._iterations = state["absent"]["calls"]
         self._metrics_seen = set(map(str, state["absent"]["seen"]))
+        self._eos_warning_is_due = state.get("eos_warning_is_due")

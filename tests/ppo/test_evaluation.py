@@ -55,7 +55,9 @@ def test_evaluations_follow_eval_interval(
         for mode, prefix in zip(("held out", "held out, greedy"), prefixes, strict=True)
     ]
     assert all(part in line for part, line in zip(shown, said[-6:], strict=True)), said
-    assert said[-4].endswith(", the best so far")
+    sampled = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
+    are_best = [line.endswith(", the best so far") for line in said[-6::2]]
+    assert are_best == [False, sampled[1] > sampled[0], sampled[2] > max(sampled[:2])]
 
 
 def test_an_evaluation_without_a_reference_has_no_kl(
@@ -116,7 +118,9 @@ class Lottery:
 
 
 @pytest.mark.parametrize("kind", ["reward", "environment"])
-def test_an_evaluation_does_not_change_the_random_state(kind: str, tmp_path: Path) -> None:
+def test_an_evaluation_does_not_change_the_random_state(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And is the same each time: of a policy that hardly moves, so is what it earns."""
     (tmp_path / "chance.py").write_text(RANDOM)
     options: dict[str, Any] = {"iterations": 3, "learning_rate": 1e-12}
@@ -133,6 +137,7 @@ def test_an_evaluation_does_not_change_the_random_state(kind: str, tmp_path: Pat
     rewards = {line["eval/reward"] for line in records(one)}
     assert len(rewards) == 1
     assert len({line["reward"] for line in records(one)}) == 3
+    assert "the best so far" not in capsys.readouterr().err  # nor better than before training
 
 
 def test_a_failed_evaluation_ends_the_run_after_its_iteration(

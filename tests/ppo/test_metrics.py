@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from fastppo.ppo.metrics import (
     explained_variance,
     response_metrics,
     sample_records,
+    standard_errors,
 )
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.reward import Scored
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
 from fastppo.run.report.panels import PANELS
+from fastppo.run.report.report import write_report
 from runs import experience_of, first_experience, make_trainer, records
 
 BATCH = Batch.of([[4], [5, 6]], [[7, 8, 1], [9]])
@@ -133,7 +136,7 @@ def test_the_timer_reports_phases_and_tokens_per_second() -> None:
 
 
 def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
-    actual = experience_metrics(EXPERIENCE, torch.tensor(0.25))
+    actual = experience_metrics(EXPERIENCE, torch.tensor(0.25), PPOConfig())
     assert actual.pop("advantage_std") == 0.25
     assert actual == pytest.approx(
         {
@@ -147,7 +150,8 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
             "kl_per_token": sum(KL) / 4,
         }
     )
-    assert "kl" not in experience_metrics(replace(EXPERIENCE, ref_logprobs=None), torch.tensor(1.0))
+    without = replace(EXPERIENCE, ref_logprobs=None)
+    assert "kl" not in experience_metrics(without, torch.tensor(1.0), PPOConfig())
 
 
 def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:
@@ -209,6 +213,20 @@ def test_prompts_with_equal_rewards_are_counted(rewards: list[float], share: flo
     assert "frac_reward_zero_std" not in response_metrics(scores, rollout, {})
 
 
+def test_standard_errors_are_of_the_mean_over_prompts() -> None:
+    rewards = [1.0, 3.0, 4.0, 8.0]
+    scores = Scores(torch.tensor(rewards), monitors={"gold": Scored([0.0, 0.0, 1.0, 1.0])})
+    errors = standard_errors(scores)
+    assert errors["reward_error"] == pytest.approx(torch.tensor(rewards).std().item() / 2)
+    by_prompt = standard_errors(scores, samples_per_prompt=2)
+    assert by_prompt == {"reward_error": 2.0, "monitor_error/gold": 0.5}  # of 2 and 6, of 0 and 1
+    assert standard_errors(scores, samples_per_prompt=4) == {}
+    rarely = Scores(
+        torch.tensor(rewards), monitors={"gold": Scored([0.0, math.nan, 1.0, math.nan])}
+    )
+    assert standard_errors(rarely, samples_per_prompt=2)["monitor_error/gold"] == 0.5
+
+
 def test_sample_records_hold_scores_and_metadata() -> None:
     responses = Responses(Prompts(["w1", "w2 w3"], [[4], [5, 6]]), ROLLOUT, SCORES)
     first, second = sample_records(responses, EXPERIENCE, [" a", " b"])
@@ -256,6 +274,20 @@ def test_every_metric_of_a_run_is_documented(options: dict[str, Any], tmp_path: 
     for name in record.keys() - {"iteration", "warnings"}:
         head, _, rest = name.partition("/")
         assert name in told or (rest and f"{head}/NAME" in told), name
+
+
+@pytest.mark.parametrize("advantage", CRITIC_FREE)
+def test_a_run_without_a_critic_reports_none(advantage: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"advantage": advantage, "vf_coef": 0.0}
+    options |= {"samples_per_prompt": 2, "whiten_advantages": "none"}
+    trainer = make_trainer(tmp_path, iterations=2, **options)
+    trainer.train()
+    for record in records(trainer):
+        assert not {"value_loss", "value", "return", "explained_variance"} & record.keys()
+    html = write_report(trainer.config.output_dir).read_text()
+    shown = html[html.index('class="summary"') : html.index("<h2>Options</h2>")]
+    assert "Policy" in shown
+    assert not re.search("critic|value", shown, re.I)
 
 
 def test_every_metric_in_the_report_is_documented() -> None:

@@ -131,6 +131,29 @@ def test_equal_rewards_give_one_warning() -> None:
     assert watch({"reward_std": 0.5, "advantage_std": 0.0}) == ["advantage_std = 0 < 0.0001"]
 
 
+def test_a_falling_eos_rate_gives_one_warning() -> None:
+    watch = Watch([parse_threshold("eos_rate < 0.1"), parse_threshold("kl > 20")])
+    assert watch({"eos_rate": 0.1, "kl": 1.0}) == []
+    assert watch({"kl": 21.0}) == ["kl = 21 > 20"]
+    assert watch({"eos_rate": 0.05, "kl": 21.0}) == ["eos_rate = 0.05 < 0.1", "kl = 21 > 20"]
+    assert watch({"eos_rate": 0.04, "kl": 21.0}) == ["kl = 21 > 20"]
+    assert watch({"eos_rate": 0.5, "kl": 1.0}) == []
+    assert watch({"eos_rate": 0.0, "kl": 1.0}) == []
+
+
+def test_responses_that_are_cut_off_from_the_start_are_meant_to_be() -> None:
+    watch = Watch([parse_threshold("eos_rate < 0.1")])
+    assert [watch({"eos_rate": rate}) for rate in (0.0, 0.02)] == [[], []]
+    restored = Watch(watch.warn_if)
+    restored.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert restored({"eos_rate": 0.0}) == []
+    assert restored({"eos_rate": 0.3}) == []
+    assert restored({"eos_rate": 0.0}) == ["eos_rate = 0 < 0.1"]
+    episodes = Watch(watch.warn_if)  # a turn that is cut off ends its episode
+    assert episodes({"eos_rate": 0.0, "turns": 1.0}) == ["eos_rate = 0 < 0.1"]
+    assert episodes({"eos_rate": 0.0, "turns": 1.0}) == []
+
+
 def test_a_missing_metric_is_reported_once_with_the_nearest_name() -> None:
     thresholds = [parse_threshold(text) for text in ("entropi > 1", "kl > 20", "rare > 0")]
     watch = Watch(expected=thresholds)

@@ -6,9 +6,14 @@ import math
 from typing import Any, NamedTuple
 
 from fastppo.run.report.panels import GROUPS, LABELS, OVERVIEW, Panel
+from fastppo.run.report.summary import is_greedy
 
 SPAN_RATIO = 4.0
 """Rewards whose ranges differ by more than this factor get separate axes."""
+
+
+COPIES = ("eval/reward", "eval/reward_error")
+"""Copies of the metrics under eval/greedy/, if all evaluations are greedy."""
 
 
 class Run(NamedTuple):
@@ -40,8 +45,32 @@ Groups = list[tuple[str, list[Chart]]]
 """(heading, charts)."""
 
 
+def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records, with the evaluation before training as a record of its own.
+
+    It is the first record and precedes iteration 0. Its metrics begin with eval/ instead of
+    before/, like those of later evaluations. If all evaluations are greedy, eval/reward is a copy
+    of eval/greedy/reward and left out.
+    """
+    first = {name: x for name, x in records[0].items() if not name.startswith("before/")}
+    initial = {
+        name.replace("before/", "eval/", 1): value
+        for name, value in records[0].items()
+        if name.startswith("before/")
+    }
+    if initial:
+        records = [{"iteration": first["iteration"] - 1, **initial}, first, *records[1:]]
+    return [
+        {name: x for name, x in record.items() if name not in COPIES}
+        if is_greedy(record)
+        else record
+        for record in records
+    ]
+
+
 def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, float]]]:
     """Return the charts of all panels with data, and (name, value) of constant metrics."""
+    records = with_initial_evaluation(records)
     constants = _constants(records)
     groups = []
     for heading, panels in GROUPS:
@@ -56,14 +85,12 @@ def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, 
 
 def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics other than the reward that have the same value in all of several iterations."""
-    if len(records) < 2:
-        return {}
     names = {name for record in records for name in record} - {"iteration", "warnings"}
     constants = {}
     for name in sorted(names - {"reward"}):
-        values = {record[name] for record in records if name in record}
-        if len(values) == 1 and all(map(math.isfinite, values)):
-            constants[name] = values.pop()
+        values = [record[name] for record in records if name in record]
+        if len(values) > 1 and len(set(values)) == 1 and math.isfinite(values[0]):
+            constants[name] = values[0]
     return constants
 
 
@@ -78,10 +105,10 @@ def _panel(
         is_single = len(prefixed) == 1
         if not (is_single and _are_the_same(records, prefix[:-1], prefixed[0])):
             names += prefixed
-    if all(row.get("eval/reward") == row.get("eval/greedy/reward") for row in records):
-        names = [name for name in names if name != "eval/reward"]  # all evaluations are greedy
     if all(name in constants for name in names):
         return None
+    if number_of(records[0]) == 0 and not any(name in records[0] for name in names):
+        records = records[1:]  # the evaluation before training
     x = [number_of(record) for record in records]
     series = []
     for name in names:
@@ -91,8 +118,6 @@ def _panel(
         }
         if name.startswith("eval/"):  # not in every iteration
             curve["joined"] = True
-            before = records[0].get(name.replace("eval/", "before/", 1))
-            curve["values"][0] = records[0].get(name, before)
         series.append(curve)
     return Chart(
         title=panel.title,

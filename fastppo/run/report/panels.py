@@ -22,12 +22,7 @@ GROUPS = (
     (
         OVERVIEW,
         (
-            Panel(
-                "Reward",
-                "reward",
-                ("reward", "eval/reward", "eval/greedy/reward"),
-                note="training and held-out",
-            ),
+            Panel("Reward", "reward", ("reward", "eval/reward", "eval/greedy/reward")),
             Panel("KL to the reference", "nats per sequence", ("kl",)),
             Panel(
                 "Critic",
@@ -42,7 +37,13 @@ GROUPS = (
         "Reward",
         (
             Panel("Rewards", "unweighted", (), ("reward/",)),
-            Panel("Held-out rewards", "unweighted", (), ("eval/reward/",)),
+            Panel("Held-out rewards", "unweighted", (), ("eval/reward/", "eval/greedy/reward/")),
+            Panel(
+                "Monitored held-out rewards",
+                "unweighted",
+                (),
+                ("eval/monitor/", "eval/greedy/monitor/"),
+            ),
             Panel(
                 "Correlation with the gold reward",
                 "correlation over responses",
@@ -57,6 +58,12 @@ GROUPS = (
                 note="standard deviation over the members",
             ),
             Panel("Reward minus the KL penalty", "reward", ("rlhf_reward",)),
+            Panel(
+                "Spread",
+                "standard deviation",
+                ("reward_std", "advantage_std"),
+                note="of rewards, and of advantages before whitening",
+            ),
             Panel(
                 "Solved prompts",
                 "fraction",
@@ -108,12 +115,6 @@ GROUPS = (
                 "correlation",
                 ("advantage_correlation",),
                 note="of advantages with and without values; 1 is no effect",
-            ),
-            Panel(
-                "Spread",
-                "standard deviation",
-                ("advantage_std", "reward_std"),
-                note="of advantages before whitening, and of rewards",
             ),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Clipped values", "fraction of tokens", ("value_clip_fraction",)),

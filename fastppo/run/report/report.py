@@ -25,6 +25,7 @@ from fastppo.run.report.charts import (
     is_finite,
     make_charts,
     number_of,
+    with_initial_evaluation,
     with_prefix,
 )
 from fastppo.run.report.summary import summarize, summarize_critic
@@ -33,8 +34,9 @@ from fastppo.run.watch import advice, kind_of
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that the report links to."""
 
-LEAST_KL = 1e-6
-"""Nats. A smaller sampled KL is rounding error."""
+LEAST_KL = 1e-4
+"""Nats per sequence. A smaller sampled KL is shown as 0: the rounding errors of the tokens'
+logprobs add up."""
 
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
@@ -52,6 +54,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     """
     run = read_run(run_dir)
     groups, constants = make_charts(run.records)
+    ending = _ending(run)
     page = Path(run_dir) / "report.html" if path is None else Path(path)
     files = [
         os.path.relpath(Path(run_dir) / name, page.parent)
@@ -62,12 +65,14 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         page,
         groups,
         name=run.name,
-        header=_header(run) + _ending(run),
+        header=_header(run),
+        ending=ending,
         links=[(quote(Path(file).as_posix()), file) for file in files],
         summary=summarize(run.records),
         notes={"Critic": summarize_critic(run.records)},
         changes=first_and_last(run.records),
-        warnings=_warnings(run.records),
+        iterations=_completed(run),
+        warnings=_warnings(run.records, ending),
         constants=constants,
         samples=_pick_samples(run.samples),
         config=run.config,
@@ -133,7 +138,7 @@ def _as_json(chart: Chart) -> dict[str, Any]:
 
 def _header(run: Run) -> list[str]:
     """Lines with the model, start, duration, device and versions."""
-    title = f"FastPPO · {counted(len(run.records), 'iteration')}"
+    title = f"FastPPO · {counted(_completed(run), 'iteration')}"
     if run.config.get("model"):
         title += f" · {run.config['model']}"
     seconds = sum(
@@ -151,13 +156,18 @@ def _header(run: Run) -> list[str]:
     return [title, " · ".join(filter(None, facts)), " · ".join(versions)]
 
 
-def _ending(run: Run) -> list[str]:
-    """A line on why the run ended before its last iteration."""
+def _ending(run: Run) -> str:
+    """A sentence on why the run ended before its last iteration; "" if it did not."""
     reason = run.parts[-1].get("ended") if run.parts else None
     if not reason:
-        return []
-    done = f"{len(run.records)} of {run.config.get('iterations', '?')} iterations"
-    return [f"Ended after {done}: {reason}"]
+        return ""
+    done = f"{_completed(run)} of {run.config.get('iterations', '?')} iterations"
+    return f"Ended after {done}: {reason}"
+
+
+def _completed(run: Run) -> int:
+    """The number of complete iterations. One that failed in its update has no reward."""
+    return sum("reward" in record for record in run.records)
 
 
 def _duration(seconds: float) -> str:
@@ -174,11 +184,12 @@ def first_and_last(records: list[dict[str, Any]]) -> list[tuple[str, float, floa
     For held-out rewards, which come first, it is the evaluation before training and the last one.
     """
     rows = []
-    for name in ("eval/reward", "eval/greedy/reward"):
-        evaluated = [record[name] for record in records if name in record]
-        if evaluated:
-            before = records[0].get(name.replace("eval/", "before/"), evaluated[0])
-            rows.append((name, before, evaluated[-1]))
+    evaluated = with_initial_evaluation(records)
+    for mode in ("eval/", "eval/greedy/"):
+        for name in (f"{mode}reward", *with_prefix(evaluated, f"{mode}monitor/")):
+            values = [record[name] for record in evaluated if name in record]
+            if len(values) > 1:
+                rows.append((name, values[0], values[-1]))
     names = [
         "reward",
         *with_prefix(records, "monitor/"),
@@ -208,11 +219,17 @@ class Warned(NamedTuple):
     """Meaning and documentation, as in the console."""
 
 
-def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
-    """The warnings of a run by kind, in the order of their first iterations."""
+def _warnings(records: list[dict[str, Any]], ending: str) -> list[Warned]:
+    """The warnings of a run by kind, in the order of their first iterations.
+
+    Args:
+        ending: why the run ended, which is not repeated.
+    """
     kinds: dict[str, list[tuple[int, str]]] = {}
     for record in records:
         for sentence in record.get("warnings") or ():
+            if sentence.startswith("stopped: ") and sentence.removeprefix("stopped: ") in ending:
+                continue
             kinds.setdefault(kind_of(sentence), []).append((number_of(record), sentence))
     rows = []
     for warned in kinds.values():

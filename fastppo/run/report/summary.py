@@ -1,8 +1,9 @@
 """The result of a run in a sentence: the change of its reward, and whether it exceeds the noise.
 
-Errors are standard errors, and a change below two of them counts as noise. For held-out prompts it
-is the error of the difference of two means. For the training reward it is estimated from the
-differences of neighboring iterations, which a slow trend hardly affects (von Neumann 1941).
+Errors are standard errors, and a change below two of them counts as noise. For held-out prompts,
+and for training rewards of short runs, it is the error of the difference of two means over
+responses. In longer runs, the error of training rewards is estimated from the differences of
+neighboring iterations, which a slow trend hardly affects (von Neumann 1941).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ NOISE = 2.0
 """Standard errors."""
 
 LEAST = 10
-"""Iterations needed to estimate the noise. With independent normal rewards, 7 % of runs of this
-length show a change by noise alone; with 5 iterations 10 %, with 100 iterations 5 % (400 000
-simulated runs each)."""
+"""Iterations needed to estimate the noise from their differences. With independent normal rewards,
+7 % of runs of this length show a change by noise alone; with 5 iterations 10 %, with 100 iterations
+5 % (400 000 simulated runs each)."""
 
 LEAST_SPREAD = 1e-4
 """Reward units. Nothing is learned from smaller differences (the threshold of the default
@@ -30,7 +31,8 @@ warnings)."""
 
 ITEM = PAGE_ITEMS["reward_std"]
 
-Records = Sequence[Mapping[str, Any]]
+Metrics = Mapping[str, Any]
+Records = Sequence[Metrics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,57 +59,100 @@ class Change:
 
 
 def summarize(records: Records) -> str:
-    """Return a sentence with the change of the reward and the KL.
+    """Return a sentence with the change of the reward and of the monitored rewards, and the KL.
 
-    It uses the held-out reward if there is one, and the training reward otherwise. Greedy responses
-    often stay the same while the sampled ones improve; then both changes are given.
+    It uses the held-out rewards if there are any, and the training rewards otherwise. Greedy
+    responses often stay the same while the sampled ones improve; then both changes are given.
 
     Args:
         records: of metrics.jsonl, at least one. An incomplete iteration has no reward.
     """
     rewards = [record["reward"] for record in records if "reward" in record]
+    if not rewards:
+        return "No complete iteration"
     spreads = [record["reward_std"] for record in records if "reward_std" in record]
     if spreads and all(x < LEAST_SPREAD for x in [*spreads, max(rewards) - min(rewards)]):
         return f"All responses got the same reward, {rewards[0]:.3g} (see {PAGE}, item {ITEM})"
     tenth = max(1, len(rewards) // 10)
     kls = [record["kl"] for record in records if "kl" in record]
     kl = statistics.fmean(kls[-tenth:]) if kls else math.nan
-    trained = _training_change(rewards, tenth)
+    trained = _training_change(records, "reward")
     held_out = [record for record in records if "eval/reward_error" in record]
-    changes: list[Change]
     if held_out and "before/reward_error" in records[0]:
         last = held_out[-1]
-        is_greedy = last["eval/reward"] == last.get("eval/greedy/reward")
-        change = Change(
-            of="held-out reward (greedy)" if is_greedy else "held-out reward",
-            value=last["eval/reward"] - records[0]["before/reward"],
-            error=math.hypot(last["eval/reward_error"], records[0]["before/reward_error"]),
-        )
-        changes = [change]
-        if is_greedy and not change.exceeds_noise and trained and trained.exceeds_noise:
-            changes = [replace(trained, of="training reward (sampled)"), change]
+        changes = _held_out_changes(records[0], last)
+        if is_greedy(last) and not changes[0].exceeds_noise and trained.exceeds_noise:
+            changes.insert(0, replace(trained, of="training reward (sampled)"))
         elif kls:  # greedy responses have no KL
             kl = last.get("eval/kl", kl)
-    elif trained is None:
-        return f"Fewer than {LEAST} iterations: too few to tell a change from noise"
+    elif len(rewards) == 1:
+        return f"Reward {rewards[0]:.3g} in the only iteration"
     else:
-        changes = [trained]
-    sentence = "; ".join(map(str, changes))
+        monitors = [name for name in records[0] if name.startswith("monitor/")]
+        changes = [trained, *(_training_change(records, name) for name in monitors)]
+    sentence = ", ".join(map(str, changes))
     if math.isfinite(kl):
         sentence += f", KL {round(kl, 1) + 0.0:.1f} nats"
     return sentence[0].upper() + sentence[1:]
 
 
-def _training_change(rewards: Sequence[float], tenth: int) -> Change | None:
-    """The change from the first to the last tenth of a run; None for too few iterations."""
-    if len(rewards) < LEAST:
-        return None
-    steps = [after - before for before, after in pairwise(rewards)]
+def is_greedy(record: Metrics) -> bool:
+    """Return whether a record has only a greedy evaluation: eval_sampling=greedy."""
+    return "eval/greedy/reward" in record and "eval/response_length" not in record
+
+
+def _held_out_changes(first: Metrics, last: Metrics) -> list[Change]:
+    """The changes of the reward and the monitored rewards since the evaluation before training.
+
+    Args:
+        first: has the evaluation before training.
+        last: has the last evaluation.
+    """
+    mode = "greedy/" if is_greedy(last) else ""
+    names = [
+        "reward",
+        *(name.removeprefix("eval/") for name in last if name.startswith(f"eval/{mode}monitor/")),
+    ]
+    return [
+        Change(
+            of=_described(name, "held-out reward (greedy)" if mode else "held-out reward"),
+            value=last[f"eval/{name}"] - first[f"before/{name}"],
+            error=math.hypot(
+                last.get(f"eval/{_error_of(name)}", math.nan),
+                first.get(f"before/{_error_of(name)}", math.nan),
+            ),
+        )
+        for name in names
+        if f"before/{name}" in first
+    ]
+
+
+def _training_change(records: Records, name: str) -> Change:
+    """The change of a reward from the first to the last tenth of a run."""
+    records = [record for record in records if name in record]
+    values = [record[name] for record in records]
+    tenth = max(1, len(values) // 10)
+    if len(values) < LEAST:
+        ends = (records[0], records[-1])
+        error = math.hypot(*(record.get(_error_of(name), math.nan) for record in ends))
+    else:
+        steps = [after - before for before, after in pairwise(values)]
+        error = math.sqrt(statistics.fmean(step**2 for step in steps) / tenth)
     return Change(
-        of="reward",
-        value=statistics.fmean(rewards[-tenth:]) - statistics.fmean(rewards[:tenth]),
-        error=math.sqrt(statistics.fmean(step**2 for step in steps) / tenth),
+        of=_described(name, "reward"),
+        value=statistics.fmean(values[-tenth:]) - statistics.fmean(values[:tenth]),
+        error=error,
     )
+
+
+def _error_of(name: str) -> str:
+    """The name of a reward's standard error: reward_error, monitor_error/NAME."""
+    return name.replace("monitor/", "monitor_error/", 1) if "monitor/" in name else f"{name}_error"
+
+
+def _described(name: str, reward: str) -> str:
+    """A reward in a sentence: `reward`, or "monitored NAME"."""
+    return f"monitored {name.partition('monitor/')[2]}" if "monitor/" in name else reward
 
 
 def _rounded(change: float, error: float) -> str:
@@ -124,7 +169,7 @@ def summarize_critic(records: Records) -> str:
     explained = [record["explained_variance"] for record in last if "explained_variance" in record]
     if not explained:
         return ""
-    mean = statistics.fmean(explained)
-    if mean <= 0:
+    percent = round(100 * statistics.fmean(explained))
+    if percent <= 0:
         return "At the end, the critic predicts the returns no better than a constant"
-    return f"At the end, the critic explains {100 * mean:.0f} % of the variance of the returns"
+    return f"At the end, the critic explains {percent} % of the variance of the returns"

@@ -29,6 +29,7 @@ METRICS = {
     "finish/stop": 0.5,
     "tools/ok": 0.5,
     "eval/reward/brief": 0.9,
+    "eval/monitor/gold": 0.4,
 }
 
 
@@ -94,15 +95,25 @@ def test_the_first_iteration_is_compared_with_the_last_tenth(run: Path) -> None:
 
 
 BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl": 0.0}
+MONITORED = {"before/monitor/gold": 0.5, "before/monitor_error/gold": 0.03}
+HELD_OUT = {"eval/reward": 0.6, "eval/reward_error": 0.08, "eval/kl": 4.66}
 
 
 @pytest.mark.parametrize(
     ("records", "sentence"),
     [
         pytest.param(
-            [BEFORE, {"eval/reward": 0.6, "eval/reward_error": 0.08, "eval/kl": 4.66}],
+            [BEFORE, HELD_OUT],
             "Held-out reward +1.6 ± 0.1, KL 4.7 nats",
             id="held-out",
+        ),
+        pytest.param(
+            [
+                BEFORE | MONITORED,
+                HELD_OUT | {"eval/monitor/gold": 0.2, "eval/monitor_error/gold": 0.04},
+            ],
+            "Held-out reward +1.6 ± 0.1, monitored gold -0.30 ± 0.05, KL 4.7 nats",
+            id="held-out-monitored",
         ),
         pytest.param(
             [
@@ -123,10 +134,25 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
             id="trained-noise",
         ),
         pytest.param(
-            [*({"reward": float(i)} for i in range(9)), {"skipped_steps": 5.0}],
-            "Fewer than 10 iterations: too few to tell a change from noise",
-            id="too-few-before-it-broke-off",
+            [
+                {"reward": 0.08, "reward_error": 0.05},
+                *({"reward": 0.5, "reward_error": 0.09} for _ in range(4)),
+                {"reward": 0.89, "reward_error": 0.06},
+                {"skipped_steps": 5.0},  # an incomplete iteration
+            ],
+            "Reward +0.81 ± 0.08",
+            id="few-iterations",
         ),
+        pytest.param(
+            [
+                {"reward": 0.5, "reward_error": 0.09, "monitor/gold": 0.25},
+                {"reward": 0.625, "reward_error": 0.09, "monitor/gold": 0.5},
+            ],
+            "Reward +0.1 ± 0.1 (no change beyond noise), monitored gold +0.25 (too few to tell)",
+            id="few-iterations-noise",
+        ),
+        pytest.param([{"reward": 0.5}], "Reward 0.5 in the only iteration", id="one-iteration"),
+        pytest.param([{"skipped_steps": 5.0}], "No complete iteration", id="no-iteration"),
         pytest.param([{"reward": math.nan}] * 10, "Reward +nan", id="nan"),
         pytest.param(
             [{"reward": 0.5, "reward_std": 3e-8, "kl": 1.0}] * 3,
@@ -157,8 +183,21 @@ def test_a_constant_metric_is_a_flat_line(tmp_path: Path) -> None:
 
 
 def test_held_out_rewards_come_first_and_start_before_training() -> None:
-    records = [{"reward": 0.1, "before/reward": 0.5}, {"reward": 0.2, "eval/reward": 1.5}]
-    assert first_and_last(records)[:2] == [("eval/reward", 0.5, 1.5), ("reward", 0.1, 0.2)]
+    records = [
+        {"iteration": 0, "reward": 0.1, "before/reward": 0.5, "before/monitor/gold": 0.7},
+        {"iteration": 1, "reward": 0.2, "eval/reward": 1.5, "eval/monitor/gold": 0.6},
+    ]
+    assert first_and_last(records) == [
+        ("eval/reward", 0.5, 1.5),
+        ("eval/monitor/gold", 0.7, 0.6),
+        ("reward", 0.1, 0.2),
+    ]
+
+
+def test_a_kl_near_0_is_shown_as_0(tmp_path: Path) -> None:
+    html = _write(tmp_path, [{"reward": 1.0, "kl": kl} for kl in (-3.9e-06, 0.5, 2.0)])
+    assert "<span>kl 0.00 → <b>2.00</b></span>" in html
+    assert _curves(_charts(html)["KL to the reference"]) == {"kl": [0.0, 0.5, 2.0]}
 
 
 def _write(directory: Path, records: list[dict]) -> str:
@@ -185,10 +224,40 @@ def test_evaluations_are_joined_over_the_iterations_between(tmp_path: Path) -> N
     assert "joined" not in trained
 
 
+def test_the_evaluation_before_training_is_at_0(tmp_path: Path) -> None:
+    records: list[dict] = [{"reward": 0.1, "kl": 0.0}, {"reward": 0.2, "kl": 1.0}]
+    records[0] |= {"before/reward": 0.5, "before/monitor/gold": 0.7, "before/eos_rate": 1.0}
+    records[1] |= {"eval/reward": 1.5, "eval/monitor/gold": 0.6, "eval/eos_rate": 0.9}
+    html = _write(tmp_path, records)
+    charts = _charts(html)
+    assert charts["Reward"]["x"] == [0, 1, 2]
+    assert _curves(charts["Reward"]) == {
+        "reward": [None, 0.1, 0.2],
+        "eval/reward": [0.5, None, 1.5],
+    }
+    monitored = charts["Monitored held-out rewards"]
+    assert (monitored["x"], _curves(monitored)) == (
+        [0, 1, 2],
+        {"eval/monitor/gold": [0.7, None, 0.6]},
+    )
+    assert charts["KL to the reference"]["x"] == [1, 2]
+    assert "Constant metrics" not in html
+
+
+def test_an_evaluated_run_of_one_iteration_has_its_charts(tmp_path: Path) -> None:
+    html = _write(tmp_path, [{"reward": 0.1, "before/reward": 0.5, "entropy": 2.0}])
+    assert _charts(html).keys() == {"Reward", "Entropy"}
+
+
 def test_a_greedy_evaluation_is_drawn_once_and_named(tmp_path: Path) -> None:
     both = {"eval/reward": 1.0, "eval/greedy/reward": 1.0, "eval/reward_error": 0.1}
-    records = [{"reward": 0.1, "kl": 0.0} | BEFORE, {"reward": 0.2, "kl": 1.0} | both]
-    assert summarize(records) == "Held-out reward (greedy) +2.0 ± 0.1, KL 1.0 nats"
+    both |= {"eval/greedy/monitor/gold": 0.2, "eval/greedy/monitor_error/gold": 0.04}
+    before = {name.replace("/monitor", "/greedy/monitor"): x for name, x in MONITORED.items()}
+    before |= {"before/greedy/reward": -1.0}
+    records = [{"reward": 0.1, "kl": 0.0} | BEFORE | before, {"reward": 0.2, "kl": 1.0} | both]
+    assert summarize(records) == (
+        "Held-out reward (greedy) +2.0 ± 0.1, monitored gold -0.30 ± 0.05, KL 1.0 nats"
+    )
     assert _curves(_charts(_write(tmp_path, records))["Reward"]).keys() == {
         "reward",
         "eval/greedy/reward",
@@ -201,7 +270,7 @@ def test_unchanged_greedy_responses_stand_beside_improved_sampled_ones() -> None
     records[0] |= {"before/reward": -1.0, "before/reward_error": 0.0}
     records[-1] |= last
     assert summarize(records) == (
-        "Training reward (sampled) +1.80 ± 0.07; held-out reward (greedy) unchanged, KL 0.4 nats"
+        "Training reward (sampled) +1.80 ± 0.07, held-out reward (greedy) unchanged, KL 0.4 nats"
     )
     for record in records:
         record["reward"] = 0.0
@@ -236,12 +305,19 @@ def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
 
 
 def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
-    """Warnings that differ only in the value share a line: first, last, count."""
+    """Warnings that differ only in the value share a line: first, last, count.
+
+    The reason why the run ended is at the top.
+    """
     records: list[dict] = [{"reward": 1.0} for _ in range(8)]
     for i in (3, 4, 6):
         records[i]["warnings"] = [f"kl = {20 + i} > 20"]
     records[4]["warnings"] += ["kl = 24 > 22", "optimizer step 17: gradient norm nan, <skipped>"]
+    records[7]["warnings"] = ["stopped: entropy = 0.1 < 0.2"]
+    ending = {"device": "", "started": "", "versions": {}, "ended": "entropy = 0.1 < 0.2"}
+    (tmp_path / "parts.jsonl").write_text(json.dumps(ending) + "\n")
     html = _write(tmp_path, records)
+    assert "Ended after 8 of ? iterations: entropy = 0.1 &lt; 0.2" in html
     section = html[html.index("<h2>Warnings</h2>") : html.index("<h2>More charts</h2>")]
     rows = re.findall(r"<tr><td>(.*?)</td><td[^>]*>(.*?)</td></tr>", section)
     help_with_kl = " (see docs/troubleshooting.md, item 5)"
@@ -272,7 +348,7 @@ def test_an_episode_is_shown_as_turns_with_their_rewards(run: Path) -> None:
     turns = [
         {"role": "system", "text": "Be <b>brief</b>."},
         {"role": "policy", "text": "add 2 <b>3</b>", "reward": 0.5},
-        {"role": "environment", "text": "5"},
+        {"role": "environment", "text": "\n5\n"},
     ]
     sample = json.loads((run / "samples.jsonl").read_text()) | {"turns": turns}
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")

@@ -51,6 +51,8 @@ function tooltip(chart) {
 const areWhole = (chart) => chart.series.every((each) =>
   each.right || each.values.every((value) => value === null || Number.isInteger(value)));
 
+const isSingle = (each) => each.values.filter((value) => value !== null).length === 1;
+
 const tint = (i) => color(`--curve-${i % 8}`);
 
 function draw(chart, place) {
@@ -63,7 +65,7 @@ function draw(chart, place) {
     width: 1.6,
     scale: each.right ? "right" : "y",
     spanGaps: Boolean(each.joined),
-    points: {show: chart.x.length === 1 || Boolean(each.joined), size: 6, fill: tint(i)},
+    points: {show: isSingle(each) || Boolean(each.joined), size: 6, fill: tint(i)},
   }));
   const room = (unit) => ({...axis, values: labels, size: 52, space: 22, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
