@@ -15,7 +15,7 @@ from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import FIRST_RATE, LARGEST_RATE, TOO_FAR, AdaptiveRate
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from runs import LEARNING, first_prompts, make_trainer, weights_of
+from runs import LEARNING, first_experience, first_prompts, make_trainer, weights_of
 
 TARGET = 0.03
 
@@ -161,6 +161,18 @@ def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
     reached = statistics.median(record["update_kl"] for record in records[2:7])
     assert trainer.config.step_kl / 4 < reached < 2 * trainer.config.step_kl
     assert trainer.state.rate_control.rate > 10 * FIRST_RATE
+
+
+def test_no_forward_pass_is_added(tmp_path: Path) -> None:
+    counts = []
+    for rate in ("auto", 1e-3):
+        trainer = make_trainer(tmp_path / str(rate), **{**LEARNING, "learning_rate": rate})
+        passes: list[int] = []
+        trunk = trainer.model.causal_lm.base_model
+        trunk.register_forward_hook(lambda *given, seen=passes: seen.append(1))
+        trainer.update(first_experience(trainer), trainer.config)
+        counts.append(len(passes))
+    assert counts[0] == counts[1] > trainer.config.ppo_epochs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
