@@ -3,8 +3,8 @@
     python -m benchmarks.studies.learning_rate runs/learning-rate
     python -m benchmarks.studies.learning_rate runs/learning-rate --tasks demo guess --seeds 1
 
-Every task has a batch of 64 and, except for SmolLM2, of 256 responses. `auto` starts from its own
-first rate and from a hundred times that; the fixed rates are 1e-6 to 1e-3. All other options are
+Every task has a batch of 64 and, except for SmolLM2, of 256 responses. `auto` starts from a
+tenth and from ten times its first rate; the fixed rates are 1e-6 to 1e-3. All other options are
 the defaults, apart from the task's models, prompts, rewards, lengths and KL coefficient. The
 settings of a task, batch size and seed start from the same weights and make the same number of
 iterations on one thread, so they take about the same CPU time.
@@ -57,7 +57,7 @@ from fastppo.recipes.run import prepare, write_files
 from fastppo.run.options import read_yaml
 
 FIXED = ("1e-06", "1e-05", "0.0001", "0.001")
-AUTO = {"auto": FIRST_RATE, "auto from 1e-4": 100 * FIRST_RATE}
+AUTO = {"auto from 1e-6": FIRST_RATE / 10, "auto from 1e-4": 10 * FIRST_RATE}
 """First rates."""
 
 SETTINGS = (*AUTO, *FIXED)
