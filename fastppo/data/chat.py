@@ -6,7 +6,10 @@ after it, decoded without special tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -48,6 +51,31 @@ def check_chat_template(has_template: bool, where: str) -> None:
     """Raise DataError for chat messages without a chat template."""
     if not has_template:
         raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
+
+
+def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Return a copy of a tokenizer whose chat template has defaults for these variables.
+
+    A caller of `apply_chat_template` may still pass others. The saved tokenizer keeps the defaults,
+    so that the policy is used as it was trained.
+
+    Raises:
+        ValueError: the template does not read a variable, or there is no single template.
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise ValueError("chat_template_kwargs needs a tokenizer with one chat template")
+    defaults = ""
+    for name, value in variables.items():
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(f"chat_template_kwargs: the chat template does not read {name!r}")
+        literal = "none" if value is None else json.dumps(value)
+        defaults += (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+        )
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = defaults + template
+    return tokenizer
 
 
 def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> list[int]:

@@ -76,7 +76,8 @@ def tensor(
         )
     if value.dtype not in dtypes:
         expected = ", ".join(_short(dtype) for dtype in dtypes)
-        raise ValueError(f"{name} must be {expected}, got {_short(value.dtype)}")
+        hint = f": use {name}.bool()" if dtypes == (torch.bool,) else ""
+        raise ValueError(f"{name} must be {expected}, got {_short(value.dtype)}{hint}")
     if shape is not None and value.shape != torch.Size(shape):
         raise ValueError(
             f"{name} must have shape {list(shape)}{wants and f' ({wants})'}, "

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import tiny
+from transformers import AutoTokenizer
 
-from fastppo.data.chat import decode_completions, encode_prompt, is_chat, render_chat, token_ids
+from fastppo.data.chat import (
+    decode_completions,
+    encode_prompt,
+    is_chat,
+    render_chat,
+    token_ids,
+    with_template_variables,
+)
 from fastppo.data.rows import DataError
 
 CHAT = [{"role": "user", "content": "w9"}]
@@ -77,3 +88,42 @@ def test_a_response_that_changes_the_text_of_its_prompt_is_decoded_alone() -> No
     assert decode_completions(tokenizer, [[first]], [[second, *rest]]) == ["\ufffd!"]
     assert decode_completions(tokenizer, [[first, second]], [rest]) == ["!"]
     assert decode_completions(tokenizer, [], []) == []
+
+
+THINKING = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking %}<think>{% endif %}{{ style }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"enable_thinking": True}, "w1<think>"),
+        ({"enable_thinking": False, "style": "short"}, "w1short"),
+        ({"style": 'it\'s "so"\n'}, 'w1it\'s "so"\n'),
+        ({"style": None}, "w1None"),
+    ],
+)
+def test_variables_of_the_chat_template_become_defaults(
+    variables: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = THINKING
+    chosen = with_template_variables(tokenizer, variables)
+    messages = [{"role": "user", "content": "w1"}]
+    assert render_chat(chosen, messages, "here") == text
+    assert tokenizer.chat_template == THINKING, "a copy has them"
+    assert "<think>" in render_chat(chosen, messages, "here", enable_thinking=True)
+    chosen.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert render_chat(loaded, messages, "here") == text
+
+
+def test_variables_need_a_template_that_reads_them() -> None:
+    with pytest.raises(ValueError, match="needs a tokenizer with one chat template"):
+        with_template_variables(tiny.tokenizer(), {"enable_thinking": True})
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = THINKING
+    with pytest.raises(ValueError, match="the chat template does not read 'thinking'"):
+        with_template_variables(tokenizer, {"thinking": True})

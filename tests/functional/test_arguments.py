@@ -89,7 +89,7 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
         wrong("old_logprobs", "[4]", "one per token", "[1]", old_logprobs=torch.zeros(1)),
         wrong("old_logprobs", "cpu", "meta", old_logprobs=torch.zeros(N, device="meta")),
-        wrong("mask", "bool", "float32", mask=torch.ones(N)),
+        wrong("mask", "bool", "float32", "use mask.bool()", mask=torch.ones(N)),
         wrong("logits", "(..., V)", "[7]", logits=torch.zeros(V)),
         wrong("logits", "vocabulary", "[4, 0]", logits=torch.zeros(N, 0)),
         wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fastppo.run.options import Options, option
 
@@ -16,6 +17,11 @@ class PromptOptions(Options):
         "", "Required. Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
     )
     prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Variables of the chat template, a YAML mapping such as '{enable_thinking: false}'; the "
+        "saved tokenizer has them as defaults",
+    )
     split: str = option("train", "Split of a datasets directory or hub dataset")
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
 from fastppo.data.addresses import load_prompts
-from fastppo.data.chat import check_chat_template, token_ids
+from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, column_names, load_rows
 from fastppo.data.text import PretrainingText
@@ -146,6 +146,8 @@ def preflight(
     check_packages(config)
     check_optimizer(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
+    if config.chat_template_kwargs:
+        tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
     check_vocabularies(config, tokenizer)
     room = prompt_room(context, config.max_new_tokens)
 

@@ -161,6 +161,26 @@ def test_a_reward_is_called_once_before_the_run(
     assert (folder / "refused" / "failed_reward.json").exists()
 
 
+def test_variables_of_the_chat_template_reach_prompts_and_the_saved_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
+    template = (folder / "chat" / "chat_template.jinja").read_text()
+    (folder / "chat" / "chat_template.jinja").write_text(template + " {{ word }}")
+    chat = {"model": "chat", "prompts": "chat.jsonl"}
+    plain, chosen = (
+        _preflight(folder, monkeypatch, **chat, chat_template_kwargs=variables)
+        for variables in (None, {"word": "w9"})
+    )
+    assert plain.prompts is not None
+    assert chosen.prompts is not None
+    (w9,) = tiny.tokenizer()("w9")["input_ids"]
+    assert chosen.prompts.token_ids[0] == [*plain.prompts.token_ids[0], w9]
+    assert chosen.fingerprints["tokenizer"] != plain.fingerprints["tokenizer"]
+    with pytest.raises(ValueError, match="the chat template does not read 'enable_thinking'"):
+        _preflight(folder, monkeypatch, **chat, chat_template_kwargs={"enable_thinking": False})
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
