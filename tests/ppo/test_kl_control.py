@@ -6,6 +6,7 @@ from pathlib import Path
 
 import published_formulas as paper
 import pytest
+import tiny
 
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from runs import make_trainer, records
@@ -35,6 +36,7 @@ def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
         kl_target=0.01,
         kl_horizon=100,
         iterations=3,
+        rewards=[tiny.every_other],
     )
     trainer.train()
     expected = 0.1
