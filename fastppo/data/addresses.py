@@ -65,6 +65,22 @@ class Address(NamedTuple):
         return cls(name, options)
 
 
+def seeded_prompts(address: Address) -> Rows:
+    """Return a row per episode of an environment, which has the episode's seed.
+
+    The address has the options size, seed of the first episode, and chat (a message, not a text).
+
+    Raises:
+        DataError: it has other options.
+    """
+    options = {"size": 1000, "seed": 0, "chat": False} | address.options
+    size, seed, chat = (options.pop(name) for name in ("size", "seed", "chat"))
+    if options:
+        raise DataError(f"expected the options size, seed and chat, got {', '.join(options)}")
+    prompt = [{"role": "user", "content": address.name}] if chat else address.name
+    return [{"prompt": prompt, "seed": seed + episode} for episode in range(size)]
+
+
 def is_address(spec: str) -> bool:
     """Return whether a spec starts with a name in `PACKAGES` and a colon."""
     return spec.partition(":")[0] in PACKAGES

@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fastppo.data.addresses import Address
+from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
 from fastppo.data.rows import DataError, Rows
 from fastppo.environments.pool import as_opening
@@ -37,14 +37,7 @@ from fastppo.rewards.loading import load_callable
 
 def load_prompts(address: Address) -> Rows:
     """Return one row per episode, with its seed."""
-    options = dict(address.options)
-    size = options.pop("size", 1000)
-    seed = options.pop("seed", 0)
-    chat = options.pop("chat", False)
-    if options:
-        raise DataError(f"expected the options size, seed and chat, got {', '.join(options)}")
-    prompt = [{"role": "user", "content": address.name}] if chat else address.name
-    return [{"prompt": prompt, "seed": seed + episode} for episode in range(size)]
+    return seeded_prompts(address)
 
 
 def load_environment(target: str) -> Callable[[], Gym]:

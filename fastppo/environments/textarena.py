@@ -24,9 +24,9 @@ from typing import Any
 import textarena
 from textarena import ObservationType
 
-from fastppo.data.addresses import Address
+from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.rows import Rows
 from fastppo.environments.pool import as_opening
 
 PLAYER = 0
@@ -35,14 +35,7 @@ PLAYER = 0
 
 def load_prompts(address: Address) -> Rows:
     """Return one row per game, with its seed."""
-    options = dict(address.options)
-    size = options.pop("size", 1000)
-    seed = options.pop("seed", 0)
-    chat = options.pop("chat", False)
-    if options:
-        raise DataError(f"expected the options size, seed and chat, got {', '.join(options)}")
-    prompt = [{"role": "user", "content": address.name}] if chat else address.name
-    return [{"prompt": prompt, "seed": seed + game} for game in range(size)]
+    return seeded_prompts(address)
 
 
 def load_environment(target: str) -> Callable[[], Game]:

@@ -15,6 +15,7 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
                        saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
+    weights before     with learning_rate=auto, to undo the update; on a CPU
     KV cache           at its longest; none with vLLM servers
     vLLM               its share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
