@@ -70,6 +70,7 @@ class Optimizer:
         self.scaler = scaler or GradScaler("cpu", enabled=False)
         self.overflowed_steps = 0
         self._overflowed = False
+        self._copies: list[Tensor] = []
         self._critic = {id(p) for p in critic}
 
     @property
@@ -144,14 +145,22 @@ class Optimizer:
             master.grad = None
             weight.copy_(master)
 
-    def copy_weights(self) -> list[Tensor]:
-        """Copy this rank's part of the weights to the CPU."""
-        return [local_part(master.detach()).to("cpu", copy=True) for master in self.masters]
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy this rank's part of the weights to the CPU, for `restore_weights`.
+
+        The memory is kept for the next copy: new memory takes longer than the copy itself.
+        """
+        parts = [local_part(master) for master in self.masters]
+        if not self._copies:
+            self._copies = [torch.empty_like(part, device="cpu") for part in parts]
+        for copy, part in zip(self._copies, parts, strict=True):
+            copy.copy_(part)
 
     @torch.no_grad()
-    def restore_weights(self, copies: Sequence[Tensor]) -> None:
-        """Restore what `copy_weights` returned. The optimizer's own state stays."""
-        for weight, master, copy in zip(self.weights, self.masters, copies, strict=True):
+    def restore_weights(self) -> None:
+        """Restore the weights of the latest `copy_weights`. The optimizer's own state stays."""
+        for weight, master, copy in zip(self.weights, self.masters, self._copies, strict=True):
             local_part(master).copy_(copy)
             if weight is not master:
                 weight.copy_(master)

@@ -321,9 +321,8 @@ class PPOTrainer:
         first_step = state.iteration * options.steps_per_iteration
         regression = state.value_regression
         meter = UpdateMeter()
-        weights_before = None
         if options.is_adaptive and state.trains_by_reward(options):
-            weights_before = self.optimizer.copy_weights()
+            self.optimizer.copy_weights()
         steps = options.ppo_epochs * min(options.minibatches, len(experience))
         state.rate_control.begin_update(options.step_kl, steps)
         for _ in range(options.critic_only_epochs):
@@ -367,8 +366,8 @@ class PPOTrainer:
         if steps > 1:
             metrics["still_iterations"] = float(state.count_still(metrics["approx_kl"], options))
         metrics |= state.rate_control.metrics
-        if state.rate_control.is_too_far and weights_before is not None:
-            self.optimizer.restore_weights(weights_before)
+        if state.rate_control.is_too_far:
+            self.optimizer.restore_weights()
             if regression is not None:
                 regression.begin_batch()  # its states are of other weights
         state.rate_control.end_update()

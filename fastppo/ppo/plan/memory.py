@@ -15,7 +15,7 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
                        saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
-    weights before     with learning_rate=auto, to undo the update; on a CPU
+    weights before     copy to undo an update with, for learning_rate=auto on a CPU
     KV cache           at its longest; none with vLLM servers
     vLLM               its share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
@@ -246,9 +246,6 @@ class Process:
                 parameter.grad = torch.empty_like(parameter)
         parts = self.lasting()
         parts["value function"] += self.regression_bytes  # the batch's moments
-        if config.is_adaptive and self.run.device.type == "cpu":
-            # On a GPU, the copy to undo the update with is in the host's memory.
-            parts["weights before"] = self.gradient_bytes
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
@@ -353,6 +350,9 @@ class Process:
         if self.run.is_sharded:
             masters = 0
         parts = {"fp32 masters": masters, "optimizer states": states // self.run.shards}
+        if self.run.device.type == "cpu" and self.config.is_adaptive:
+            # On a GPU, this copy is in the host's memory.
+            parts["weights before"] = self.gradient_bytes
         if self.run.device.type == "cpu" and self.config.is_used("ptx_coef"):
             rows = self.rows_of_chunk(self.rows_of_text() * self.config.ptx_block_size, buffers=2)
             vocabulary = len(self.policy.head.weight)
