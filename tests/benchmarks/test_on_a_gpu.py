@@ -55,7 +55,11 @@ def _commands(step: int, folder: Path) -> list[list[str]]:
 def _selected(arguments: list[str]) -> int:
     """Return the number of tests that these arguments of pytest select."""
     command = [sys.executable, "-m", "pytest", *arguments, "--collect-only"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    # pytest-benchmark warns in a worker of pytest-xdist, and warnings are errors.
+    environment = {key: value for key, value in os.environ.items() if "XDIST" not in key}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=SCRIPT.parents[1], env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return sum("::" in line for line in done.stdout.splitlines())
 
