@@ -1,4 +1,4 @@
-"""Does `learning_rate: auto` need tuning? Against fixed rates, on five tasks.
+"""Does `learning_rate: auto` need tuning? Against fixed rates, on five tasks, one also with LoRA.
 
     python -m benchmarks.studies.learning_rate runs/learning-rate
     python -m benchmarks.studies.learning_rate runs/learning-rate --tasks demo guess --seeds 1
@@ -142,6 +142,10 @@ def demo(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
     return PPOConfig(**task | options)
 
 
+def demo_lora(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
+    return demo(directory, seed, {"lora_rank": 8, **options})
+
+
 def rooms(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
     written = key_and_door(directory / "models" / "rooms", seed, Path("unused"))
     task = {key: getattr(written, key) for key in TASK_OPTIONS}
@@ -150,14 +154,15 @@ def rooms(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
 
 TASKS = {
     "demo": Task(config=demo, iterations={64: 40, 256: 25}, reward="monitor/gold_reward"),
+    "demo-lora": Task(config=demo_lora, iterations={64: 40, 256: 25}, reward="monitor/gold_reward"),
     "key-and-door": Task(config=rooms, iterations={64: 80, 256: 30}),
     "arithmetic": Task(config=of_recipe("arithmetic"), iterations={64: 80, 256: 40}),
-    "guess": Task(config=of_recipe("guess"), iterations={64: 50, 256: 12}),
+    "guess": Task(config=of_recipe("guess"), iterations={64: 50, 256: 25}),
     "smollm2-sentiment": Task(
         config=of_recipe(
             "smollm2-sentiment", precision="bf16", param_dtype="bfloat16", ppo_epochs=1
         ),
-        iterations={64: 10},
+        iterations={64: 16},
     ),
 }
 

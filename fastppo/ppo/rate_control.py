@@ -14,7 +14,8 @@ A minibatch's KL is noisy, with rare large values. The rate therefore falls at o
 slowly.
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
-it.
+it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
+its first measurement, and so needs a second one.
 
 If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
 collapse do so by one such step.
@@ -37,6 +38,9 @@ LARGEST_RATE = 1e-2
 
 SEARCH_GROWTH = 10.0
 """Largest factor on the rate per step during the search."""
+
+PROBE = 2.0
+"""Smallest factor after the first measurement of the search, unless it exceeds the target."""
 
 SEARCH_END = 0.25
 """Share of the expected KL at which the search ends."""
@@ -89,6 +93,9 @@ class AdaptiveRate(FixedRate):
         self.is_searching = True
         self.reached = FIRST_RATE
         """The latest rate whose update came near the target."""
+        self.first_moved = 0.0
+        self.first_path = 0.0
+        """The first measurement of the search: `moved` and the sum of the rates before it."""
         self.begin_update(1.0, 1)
 
     def begin_update(self, target: float, steps: int) -> None:
@@ -128,10 +135,7 @@ class AdaptiveRate(FixedRate):
         self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
         self.is_too_far = moved > TOO_FAR
         if self.is_searching:
-            # Quadratic in the steps, the most that is possible: the first steps may be small.
-            expected = self._sensitivities[-1] * self.steps / self._taken * self.rate**2
-            self.is_searching = expected < SEARCH_END
-            self._set(self.rate * min(expected**-0.5, SEARCH_GROWTH))
+            self._search(moved)
             self.reached = self.rate
 
     def step_taken(self) -> None:
@@ -149,6 +153,20 @@ class AdaptiveRate(FixedRate):
         gain = 1.0 if expected > 1 else RAISE
         change = min(max(expected ** (-gain / 2), 1 / CHANGE), CHANGE)
         self._set(min(self.rate * change, CHANGE * self.reached))
+
+    def _search(self, moved: float) -> None:
+        is_first = self.first_path == 0
+        if self._path <= self.first_path:
+            return  # the rate is at its largest
+        caused = max(moved - self.first_moved, LEAST_KL)
+        # Quadratic in the steps, the most that is possible: the first steps may be small.
+        expected = caused * (self.steps * self.rate) ** 2 / (self._path**2 - self.first_path**2)
+        self.is_searching = expected < (1 if is_first else SEARCH_END)
+        change = min(expected**-0.5, SEARCH_GROWTH)
+        if is_first:
+            self.first_moved, self.first_path = moved, self._path
+            change = max(change, PROBE) if self.is_searching else change
+        self._set(self.rate * change)
 
     def _set(self, rate: float) -> None:
         self.rate = min(max(rate, SMALLEST_RATE), LARGEST_RATE)
@@ -181,6 +199,8 @@ class AdaptiveRate(FixedRate):
             "rate": self.rate,
             "is_searching": self.is_searching,
             "reached": self.reached,
+            "first_moved": self.first_moved,
+            "first_path": self.first_path,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,3 +208,5 @@ class AdaptiveRate(FixedRate):
         self.rate = state.get("rate", self.rate)
         self.is_searching = state.get("is_searching", self.is_searching)
         self.reached = state.get("reached", self.reached)
+        self.first_moved = state.get("first_moved", self.first_moved)
+        self.first_path = state.get("first_path", self.first_path)

@@ -44,6 +44,24 @@ def test_a_few_updates_find_the_rate(steps: int, right_rate: float) -> None:
     assert right_rate / 2 < control.rate < 2 * right_rate
 
 
+@pytest.mark.parametrize(("noise", "updates"), [(0.1, 4), (0.2, 6)])
+def test_the_search_sees_through_a_kl_of_rounding(noise: float, updates: int) -> None:
+    """In bf16, any step causes a KL, here a share `noise` of the target."""
+    random.seed(0)
+    control = AdaptiveRate()
+    control.rate = 1e-6
+    for _ in range(updates):
+        control.begin_update(TARGET, 2)
+        path = 0.0
+        for step in range(2):
+            rounding = noise * random.uniform(0.9, 1.1) if step else 0.0
+            control.before_step(TARGET * ((path / 1e-4) ** 2 / 2 + rounding))
+            path += control.rate
+            control.step_taken()
+        control.end_update()
+    assert 3e-5 < control.rate < 3e-4
+
+
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_the_rate_follows_a_change(factor: float) -> None:
     control = AdaptiveRate()
