@@ -33,8 +33,9 @@ FIRST_RATE = 1e-5
 """About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters. docs/studies.md compares a
 tenth and ten times of it."""
 
-LARGEST_RATE = 1e-2
-"""Where the rate ends if nothing moves the policy, such as one that has become deterministic."""
+LARGEST_RATE = 3e-3
+"""Where the rate ends if nothing moves the policy, such as one that has become deterministic. The
+last step of an update is not measured, and above this rate a single step can ruin a policy."""
 
 SEARCH_GROWTH = 10.0
 """Largest factor on the rate per step during the search."""
