@@ -14,7 +14,9 @@ import pytest
 import tiny
 import torch
 from command_line import Folder
+from huggingface_hub import ModelCard
 from processes import python
+from transformers import AutoModelForCausalLM
 
 from fastppo import cli
 from fastppo.generate_options import GenerateConfig
@@ -329,6 +331,17 @@ def test_export_writes_the_best_and_the_last_policy(tmp_path: Path, capsys) -> N
         out = tmp_path / f"exported-{path.name}"
         assert cli.main(["export", str(path), str(out)]) == 0
         assert (out / "model.safetensors").read_bytes() == written
+    # Each directory is ready for `hf upload`: a model of transformers and a card of its iterations.
+    for path, iteration in (
+        (folder.run / "policy", 4),
+        (folder.run / "policy-best", 1),
+        (tmp_path / "exported-checkpoint-000001", 1),
+    ):
+        AutoModelForCausalLM.from_pretrained(path)
+        card = ModelCard.load(path / "README.md")
+        assert card.data.library_name == "transformers"
+        assert f"\n| {iteration} | " in card.text
+        assert f"\n| {iteration + 1} | " not in card.text
     capsys.readouterr()
     assert cli.main(["export", str(checkpoint), str(folder.run / "checkpoint-000004")]) == 2
     assert "exists already" in capsys.readouterr().err

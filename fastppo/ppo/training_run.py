@@ -22,11 +22,12 @@ from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.ppo.setup.checks import self_check
 from fastppo.ppo.setup.summary import banner
 from fastppo.rollout import RolloutError
-from fastppo.run.checkpoint import random_state, restore_random_state
+from fastppo.run.checkpoint import iteration_of, random_state, restore_random_state
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.progress import progress
+from fastppo.run.report.card import write_card
 from fastppo.run.report.report import write_report
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
@@ -84,9 +85,12 @@ class TrainingRun:
 
     def _write_results(self) -> None:
         """Write the policy, the best policy if it is kept, and the report."""
-        self.trainer.save_policy(self.run_dir / "policy")
+        policy = self.run_dir / "policy"
+        self.trainer.save_policy(policy)
+        self._write_card(policy)
         best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
         if best is not None:
+            self._write_card(self.run_dir / "policy-best", iteration_of(best))
             self.trainer.say(f"policy-best is the policy of {best.name}")
         self._write_report()
         self.callbacks.tell("on_train_end")
@@ -262,6 +266,15 @@ class TrainingRun:
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:
             self.stop_request.end_phase()
+
+    def _write_card(self, policy: Path, iterations: int | None = None) -> None:
+        def write() -> None:
+            try:
+                write_card(self.run_dir, policy, iterations=iterations)
+            except OSError as error:
+                raise RuntimeError(f"the model card could not be written: {error}") from error
+
+        self.world.on_main_rank(write)
 
     def _write_report(self) -> None:
         def write() -> None:

@@ -84,10 +84,11 @@ def path_of(run_dir: str | Path, number: int) -> Path:
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """Return the checkpoints of a run of any stage, oldest first."""
     complete = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
-    return sorted(complete, key=_number)
+    return sorted(complete, key=iteration_of)
 
 
-def _number(path: Path) -> int:
+def iteration_of(path: Path) -> int:
+    """Return the number of completed iterations at a checkpoint."""
     return int(path.name.split("-")[1])
 
 
