@@ -167,9 +167,11 @@ def check(case: Case, provider: Provider, inputs: Inputs, truth: dict[str, Truth
     for key, output in outputs.items():
         expected = truth[key]
         x = output.to(expected.values.device)
-        error = measure.max_error(x, expected.values) / expected.scale
+        largest = measure.worst_entry(x, expected.values)
+        error = largest.error / expected.scale
         assert error <= case.tolerance, (
-            f"{provider.name}: {key} is off by {error:.1e}, allowed {case.tolerance:.0e}"
+            f"{provider.name}: {key} is off by {error:.1e}, allowed {case.tolerance:.0e}, "
+            f"at {largest.place}"
         )
         if key.endswith("_grad"):
             mean = measure.mean_error(x, expected.values)

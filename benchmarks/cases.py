@@ -24,21 +24,21 @@ from benchmarks.training import update_case
 _Build = Callable[[Tokens, torch.dtype], Case]
 
 _LOGITS: dict[str, tuple[_Build, ...]] = {
-    "loss": (
+    "ppo_loss": (
         loss_case,
         lambda shape, dtype: loss_case(shape, dtype, entropy_coef=0.0),
         lambda shape, dtype: loss_case(shape, dtype, with_gradient=False),
     ),
-    "statistics": (stats_case,),
+    "token_stats": (stats_case,),
 }
 _LINEAR: dict[str, tuple[_Build, ...]] = {
-    "linear loss": (
+    "linear_ppo_loss": (
         linear_loss_case,
         lambda shape, dtype: linear_loss_case(shape, dtype, entropy_coef=0.0),
     ),
-    "linear logprobs": (linear_logprobs_case,),
+    "linear_token_logprobs": (linear_logprobs_case,),
 }
-_SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_case}
+_SEQUENCES = {"gae": gae_case, "compute_advantages": advantages_case, "whiten": whiten_case}
 
 
 def cases_of(work: Work) -> list[Case]:

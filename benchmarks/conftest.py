@@ -28,6 +28,7 @@ PACKAGES = (
     "verl",
     "cut-cross-entropy",
     "quack-kernels",
+    "rl-triton",
 )
 
 BUSY = 0.5

@@ -129,8 +129,8 @@ def _predicted(devices: Sequence[Results]) -> str:
             f"bytes at copy speed (TB/s: {copies}), matrix products at {rates} TFLOP/s, the rate "
             "of the best other kernels, and instruction counts from the machine code. The low end "
             "assumes the faster products and full overlap, the high end the slower products and "
-            "no optional overlap. Linear statistics with gradients form the logits twice (four "
-            "products), like other packages; the linear loss forms them once (three). The last "
+            "no optional overlap. `linear_token_stats` with gradients forms the logits twice (four "
+            "products), like other packages; `linear_ppo_loss` forms them once (three). The last "
             f"column quotes the authors, on the card they name. V and H: {models}.",
             table(rows[0], rows[1:]),
         ]
@@ -309,8 +309,8 @@ def comparisons(cpu: Results) -> dict[str, Comparison]:
         return float(ratios[key])
 
     shown = {}
-    for function, case in (("ppo_loss", "loss"), ("linear_ppo_loss", "linear loss")):
-        for operation in (case, f"{case}, no entropy"):
+    for function in ("ppo_loss", "linear_ppo_loss"):
+        for operation in (function, f"{function}, no entropy"):
             faster = ratio(operation, "faster", "eager PyTorch")
             less = ratio(operation, "less memory", "eager PyTorch")
             shown[operation] = Comparison(function, "PyTorch", faster, less)
@@ -328,7 +328,7 @@ def span(ratios: Sequence[float]) -> str:
 def bars(devices: Sequence[Results]) -> list[plots.Bar]:
     """Return the bars of the README's chart, measured on the newest CPU."""
     shown = comparisons(newest_cpu(devices))
-    losses = [shown["loss"], shown["linear loss"]]
+    losses = [shown["ppo_loss"], shown["linear_ppo_loss"]]
     faster = [*losses, shown["PPO iteration"], shown["gae"]]
     return [
         *(plots.Bar("faster", c.what, c.against, c.speed_up, times(c.speed_up)) for c in faster),
@@ -375,10 +375,10 @@ including those where FastPPO loses, and
     grid = span([row["speed_up"] for row in _iterations(_newest_grid(devices))])
     numbers = f"""
 - **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
-  logits: {faster("loss")} than plain PyTorch with {saved("loss")}.
-  Without an entropy bonus: {faster("loss, no entropy")}, {saved("loss, no entropy")}.
+  logits: {faster("ppo_loss")} than plain PyTorch with {saved("ppo_loss")}.
+  Without an entropy bonus: {faster("ppo_loss, no entropy")}, {saved("ppo_loss, no entropy")}.
 - **No full logits.** `linear_ppo_loss` includes the lm-head and computes the logits in chunks:
-  {saved("linear loss")}, {faster("linear loss")}.
+  {saved("linear_ppo_loss")}, {faster("linear_ppo_loss")}.
 - **One forward pass.** Policy and value function share a trunk. A PPO iteration of a tiny model is
   {faster("PPO iteration")} than TRL 1.12's, and {grid} faster over a grid of nine sizes.
 """

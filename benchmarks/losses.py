@@ -217,7 +217,7 @@ def loss_case(
     leaves = ("logits",) if with_gradient else ()
     n = shape.n
     logits_bytes = n * shape.model.vocab * dtype.itemsize
-    name = "loss" if with_gradient else "loss, forward"
+    name = "ppo_loss" if with_gradient else "ppo_loss, forward"
 
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
         return Provider(label, loss_from(function, entropy_coef, leaves))
@@ -313,7 +313,7 @@ def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
         return Provider(label, call)
 
     return Case(
-        "statistics",
+        "token_stats",
         str(shape),
         dtype,
         # logits and tokens read; logprobs and entropy written
@@ -495,7 +495,7 @@ def linear_loss_case(
             quack("QuACK, scaled-exp, mean logprob", scaled_exp=True),
         ]
     return Case(
-        "linear loss" if entropy_coef else "linear loss, no entropy",
+        "linear_ppo_loss" if entropy_coef else "linear_ppo_loss, no entropy",
         str(shape),
         dtype,
         # hidden and weight read, their gradients written; three numbers per token read
@@ -567,7 +567,7 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         return Peer(label, distribution, lambda d: provider(label, stats(d)))
 
     return Case(
-        "linear logprobs",
+        "linear_token_logprobs",
         str(shape),
         dtype,
         # hidden, weight and tokens read; logprobs written

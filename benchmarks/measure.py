@@ -219,14 +219,35 @@ COMPARE_ELEMENTS = 2**26
 """Entries compared at once, to limit the memory of the fp64 difference."""
 
 
-def max_error(x: Tensor, truth: Tensor) -> float:
-    """Return max |x − truth| in fp64, or inf if there is a NaN.
+class Worst(NamedTuple):
+    """The entry that differs most from the truth."""
+
+    error: float
+    """|x − truth| in fp64; inf for a NaN."""
+    place: str
+    """Its place in the truth: "row 3, column 5"."""
+
+
+def worst_entry(x: Tensor, truth: Tensor) -> Worst:
+    """Return the largest error and its place.
 
     The shapes may differ, but not the order of the entries.
     """
     if x.numel() != truth.numel():
         raise ValueError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
-    return max((gap.max().item() for gap, _ in _gaps(x, truth)), default=0.0)
+    parts = [gap.max(0) for gap, _ in _gaps(x, truth)]
+    if not parts:
+        return Worst(0.0, "")
+    largest = max(range(len(parts)), key=lambda part: parts[part].values.item())
+    entry = largest * COMPARE_ELEMENTS + int(parts[largest].indices)
+    return Worst(parts[largest].values.item(), _place(entry, truth.shape))
+
+
+def _place(entry: int, shape: torch.Size) -> str:
+    if not shape:
+        return "the only entry"
+    row, column = divmod(entry, math.prod(shape[1:]))
+    return f"row {row}, column {column}" if len(shape) > 1 else f"row {row}"
 
 
 def mean_error(x: Tensor, truth: Tensor) -> float:

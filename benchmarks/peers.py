@@ -360,6 +360,33 @@ def cce_unfiltered_stats(device: torch.device) -> Stats:
     return cce_linear_stats(device, filter_eps=None)
 
 
+# -------------------------------------------------------------------------------------- rl-triton
+
+
+class Gae(NamedTuple):
+    """GAE with the case's signature but one result, and the preparation of its inputs."""
+
+    call: Callable[[Tensor, Tensor, Tensor], Tensor]
+    prepare: Callable[[Inputs], Inputs]
+
+
+def rl_triton_gae(device: torch.device) -> Gae:
+    """Return its advantages. It has no mask: the last valid token is a termination."""
+    need_gpu(device)
+    function = _module("rl_triton").compute_gae
+
+    def prepare(inputs: Inputs) -> Inputs:
+        mask = inputs["mask"]
+        followed = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        padded = {name: inputs[name].masked_fill(~mask, 0.0) for name in ("rewards", "values")}
+        return {**padded, "terminateds": (mask & ~followed).float()}
+
+    def gae(rewards: Tensor, values: Tensor, terminateds: Tensor) -> Tensor:
+        return function(rewards, values, terminateds, gamma=GAMMA, lambda_=LAM)
+
+    return Gae(gae, prepare)
+
+
 # ------------------------------------------------------------------------------------------ QuACK
 
 NEEDS_HOPPER = "its kernels need a Hopper GPU or newer"

@@ -198,9 +198,17 @@ LOGPROBS_PEERS = (
     "(Liger-Kernel, pull request 1348)"
 )
 STATISTICS_PEERS = (
-    "H100: Liger-Kernel 50.2 ms, verl's form 165.6 ms (Liger-Kernel, pull request 1370)"
+    "H100: Liger-Kernel 50.2 ms, verl's form 165.6 ms (Liger-Kernel, pull request 1370); at a "
+    "shape not named in its summary: Liger-Kernel's cuTile 26.15 ms, B200 12.01 ms (its pull "
+    "request 1359)"
 )
-GAE_PEERS = "H100: rl-triton 81 µs (simonsays1980/rl-triton)"
+GAE_PEERS = {
+    128: "H100: rl-triton 4.4 µs on the device, 34 µs for a call",
+    2048: "H100: rl-triton 81 µs on the device, 105 µs for a call",
+    8192: "H100: rl-triton 303 µs on the device, 327 µs for a call",
+}
+"""By sequences of 4096 tokens, from benchmarks/gae_vs_pufferlib-2026-08-05.md of
+simonsays1980/rl-triton. It writes advantages, and no returns."""
 
 N = 8192
 BATCH = 2048
@@ -210,36 +218,36 @@ LENGTH = 4096
 def works() -> list[Work]:
     cases = []
     for name, kernel, model, n, peers in (
-        ("statistics", "statistics", "qwen3-8b", N, TRL_STATISTICS),
-        ("loss", "loss", "qwen3-8b", N, ""),
-        ("loss, full KL", "full KL", "qwen3-8b", N, ""),
-        ("loss, soft-cap", "soft-cap", "qwen3-8b", N, ""),
-        ("loss", "loss, V = 50257", "gpt2", N - 1, ""),
+        ("token_stats", "statistics", "qwen3-8b", N, TRL_STATISTICS),
+        ("ppo_loss", "loss", "qwen3-8b", N, ""),
+        ("ppo_loss, full KL", "full KL", "qwen3-8b", N, ""),
+        ("ppo_loss, soft-cap", "soft-cap", "qwen3-8b", N, ""),
+        ("ppo_loss", "loss, V = 50257", "gpt2", N - 1, ""),
     ):
         predict = partial(rows, ROW_KERNELS[kernel], n, MODELS[model].vocab)
         cases.append(Work(name, f"{model}, N={n}", predict, False, peers))
     for name, head, model, n, peers in (
-        ("linear loss", head_loss, "llama-3.1-8b", N, HEAD_PEERS),
-        ("linear loss", head_loss, "ministral-8b", N, ""),
-        ("linear statistics, gradients", head_statistics, "ministral-8b", N, STATISTICS_PEERS),
-        ("linear loss", head_loss, "qwen3-8b", N, ""),
-        ("linear loss", head_loss, "qwen3-8b", 4 * N, ""),
-        ("linear loss", head_loss, "llama-3.1-8b", 4 * N, ""),
-        ("linear loss", head_loss, "llama-3.2-1b", N, ""),
-        ("linear loss", head_loss, "qwen2.5-0.5b", N, ""),
-        ("linear loss", head_loss, "llama-2-7b", N, ""),
-        ("linear logprobs", head_logprobs, "llama-3.1-8b", N, LOGPROBS_PEERS),
-        ("linear logprobs", head_logprobs, "qwen3-8b", N, ""),
-        ("linear logprobs", head_logprobs, "qwen3-8b", 4 * N, ""),
+        ("linear_ppo_loss", head_loss, "llama-3.1-8b", N, HEAD_PEERS),
+        ("linear_ppo_loss", head_loss, "ministral-8b", N, ""),
+        ("linear_token_stats, gradients", head_statistics, "ministral-8b", N, STATISTICS_PEERS),
+        ("linear_ppo_loss", head_loss, "qwen3-8b", N, ""),
+        ("linear_ppo_loss", head_loss, "qwen3-8b", 4 * N, ""),
+        ("linear_ppo_loss", head_loss, "llama-3.1-8b", 4 * N, ""),
+        ("linear_ppo_loss", head_loss, "llama-3.2-1b", N, ""),
+        ("linear_ppo_loss", head_loss, "qwen2.5-0.5b", N, ""),
+        ("linear_ppo_loss", head_loss, "llama-2-7b", N, ""),
+        ("linear_token_logprobs", head_logprobs, "llama-3.1-8b", N, LOGPROBS_PEERS),
+        ("linear_token_logprobs", head_logprobs, "qwen3-8b", N, ""),
+        ("linear_token_logprobs", head_logprobs, "qwen3-8b", 4 * N, ""),
     ):
         predict = partial(head, n, MODELS[model])
         cases.append(Work(name, f"{model}, N={n}", predict, True, peers))
-    for name, predict, peers in (
-        ("gae", partial(scan, 17, 34.4, BATCH, LENGTH), GAE_PEERS),
-        ("advantages, before whitening", partial(scan, 21, 46.6, BATCH, LENGTH), ""),
-        ("whiten", partial(whitening, BATCH, LENGTH), ""),
+    for name, predict, batch, peers in (
+        *(("gae", partial(scan, 17, 34.4, b, LENGTH), b, GAE_PEERS[b]) for b in GAE_PEERS),
+        ("compute_advantages, before whitening", partial(scan, 21, 46.6, BATCH, LENGTH), BATCH, ""),
+        ("whiten", partial(whitening, BATCH, LENGTH), BATCH, ""),
     ):
-        cases.append(Work(name, f"B={BATCH}, T={LENGTH}", predict, False, peers))
+        cases.append(Work(name, f"B={batch}, T={LENGTH}", predict, False, peers))
     return cases
 
 

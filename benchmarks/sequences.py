@@ -139,6 +139,12 @@ def gae_case(shape: Sequences) -> Case:
 
         return Provider(VERL_GAE, call)
 
+    def rl_triton(device: torch.device) -> Provider:
+        gae, prepare = peers.rl_triton_gae(device)
+        return Provider(
+            "rl-triton", lambda inputs: {"advantages": gae(*inputs.values())}, prepare=prepare
+        )
+
     return Case(
         "gae",
         str(shape),
@@ -156,7 +162,7 @@ def gae_case(shape: Sequences) -> Case:
             Provider(LOOP, _gae_from(loop_gae)),
         ),
         tolerance=SEQUENCE_TOLERANCE,
-        peers=(Peer(VERL_GAE, "verl", verl),),
+        peers=(Peer(VERL_GAE, "verl", verl), Peer("rl-triton", "rl-triton", rl_triton)),
     )
 
 
@@ -215,7 +221,7 @@ def _advantages_truth(inputs: Inputs) -> dict[str, Truth]:
 def advantages_case(shape: Sequences) -> Case:
     entries, valid = _valid(shape)
     return Case(
-        "advantages",
+        "compute_advantages",
         str(shape),
         torch.float32,
         # valid values, logprobs and ref logprobs read; the whole mask read, two whole results

@@ -131,9 +131,9 @@ SETS = {
         sequences=(Sequences(64, 4096),),
         update=(Training(MODELS["llama-68m"], 2, 8, 32, 32, 4),),
         sweeps=(
-            over_tokens("loss", "tinyllama-1.1b", (64, 128, 256, 512, 1024)),
-            over_vocabularies("loss", VOCABULARIES, 64),
-            over_tokens("linear loss", "llama-68m", (64, 128, 256, 512)),
+            over_tokens("ppo_loss", "tinyllama-1.1b", (64, 128, 256, 512, 1024)),
+            over_vocabularies("ppo_loss", VOCABULARIES, 64),
+            over_tokens("linear_ppo_loss", "llama-68m", (64, 128, 256, 512)),
             over_time("gae", 64, (256, 512, 1024, 2048, 4096, 8192)),
         ),
     ),
@@ -161,13 +161,13 @@ SETS = {
         sequences=(Sequences(2048, 4096), Sequences(64, 131072)),  # 8.4 M tokens, both
         update=(Training(MODELS["llama-3.2-1b"], 4, 32, 512, 512, 8),),
         sweeps=(
-            over_tokens("linear loss", "qwen3-8b", (2048, 8192, 32768)),
-            over_tokens("linear loss", "llama-3.2-1b", (2048, 8192, 32768)),
-            over_tokens("linear loss", "qwen2.5-0.5b", (2048, 8192, 32768)),
-            over_tokens("linear loss", "llama-2-7b", (2048, 8192, 32768)),
-            over_tokens("linear logprobs", "qwen3-8b", (2048, 8192, 32768)),
-            over_tokens("loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
-            over_vocabularies("loss", VOCABULARIES, 4096),
+            over_tokens("linear_ppo_loss", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("linear_ppo_loss", "llama-3.2-1b", (2048, 8192, 32768)),
+            over_tokens("linear_ppo_loss", "qwen2.5-0.5b", (2048, 8192, 32768)),
+            over_tokens("linear_ppo_loss", "llama-2-7b", (2048, 8192, 32768)),
+            over_tokens("linear_token_logprobs", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("ppo_loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
+            over_vocabularies("ppo_loss", VOCABULARIES, 4096),
             # Last, since the peers' loops over T are slow Python on any device.
             over_time("gae", 64, (2048, 8192, 32768)),
         ),

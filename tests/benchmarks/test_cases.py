@@ -125,13 +125,17 @@ def checked(case: Case, provider: Provider) -> float | None:
 def test_a_wrong_provider_fails() -> None:
     def slightly_wrong(inputs: Inputs) -> Outputs:
         advantages, returns = sequences.loop_gae(**inputs)
-        return {"advantages": advantages, "returns": returns * 1.001}
+        returns[2, 4] += 1e-3 * returns.abs().max()
+        return {"advantages": advantages, "returns": returns}
 
     case = sequences.gae_case(Sequences(3, 20))
     error = checked(case, case.providers[1])
     assert error is not None
     assert 0 < error < 1e-6
-    with pytest.raises(AssertionError, match=r"wrong: returns is off by 1\.0e-03, allowed 1e-04"):
+    with pytest.raises(
+        AssertionError,
+        match=r"wrong: returns is off by 1\.0e-03, allowed 1e-04, at row 2, column 4$",
+    ):
         checked(case, Provider("wrong", slightly_wrong))
     with pytest.raises(AssertionError, match=r"empty: outputs \[\], expected some of"):
         checked(case, Provider("empty", lambda inputs: {}))
@@ -170,7 +174,21 @@ def test_every_provider_of_ours_and_in_plain_pytorch_is_right() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_unwritten_output_is_wrong(value: float) -> None:
-    assert measure.max_error(torch.tensor([1.0, value]), torch.ones(2)) == float("inf")
+    wrong = measure.worst_entry(torch.tensor([1.0, value]), torch.ones(2))
+    assert wrong == (float("inf"), "row 1")
+
+
+def test_the_worst_entry_is_found_in_a_later_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "COMPARE_ELEMENTS", 5)
+    truth = torch.zeros(3, 4)
+    x = truth.clone()
+    x[0, 1], x[2, 3] = 1.0, -2.0
+    assert measure.worst_entry(x.flatten(), truth) == (2.0, "row 2, column 3")
+
+
+def test_a_case_is_named_after_its_operation() -> None:
+    names = {case.name.split(",")[0] for case in cases.cases_of(TINY)}
+    assert all(hasattr(fastppo, name) for name in names - {"PPO update"}), names
 
 
 def test_absent_and_unsupported_peers_say_why() -> None:
