@@ -33,6 +33,7 @@ PARTS = (
     "monitor_rewards",
     "console",
     "callbacks",
+    "objective",
 )
 LEARNING: dict[str, Any] = {
     "rollout_batch_size": 64,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 OBJECTIVES = (*records.POLICY_TERMS, "gspo")
+CUSTOM = "custom"
+"""Name of an objective that is a user's function."""
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")
@@ -384,8 +387,9 @@ def softmax(
 class LossOperands(NamedTuple):
     """The checked keywords of `ppo_loss` and `linear_ppo_loss`.
 
-    objective_name: the `objective` keyword. shape: that of the tokens.
-    sequence_starts: [B + 1] for "gspo", otherwise None.
+    objective_name: the `objective` keyword, or CUSTOM for a function. shape: that of the tokens.
+    sequence_starts: [B + 1] for "gspo" and functions, otherwise None.
+    function: the objective's function, or None.
     """
 
     per_token: PerToken
@@ -395,6 +399,7 @@ class LossOperands(NamedTuple):
     shape: torch.Size
     sequence_starts: Tensor | None
     backend: str
+    function: Callable[..., Tensor] | None = None
 
     def with_per_token(self, **changes: Tensor) -> LossOperands:
         """Replace tensors of `per_token`."""
@@ -410,7 +415,7 @@ def loss_operands(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor | None,
-    objective: str,
+    objective: str | Callable[..., Tensor],
     clip_ratio: float | tuple[float, float] | None,
     dual_clip: float | None,
     sapo_tau: tuple[float, float] | None,
@@ -436,8 +441,9 @@ def loss_operands(
         has_ref: the reference's logits, or its hidden states and head, are given.
         The other arguments are those of `ppo_loss`.
     """
+    name = CUSTOM if callable(objective) else objective
     checked_objective = _objective(
-        name=objective,
+        name=name,
         clip_ratio=clip_ratio,
         dual_clip=dual_clip,
         sapo_tau=sapo_tau,
@@ -481,10 +487,11 @@ def loss_operands(
         per_token=per_token,
         objective=checked_objective,
         softmax=softmax(temperature, logit_scale, softcap, shape=shape, like=like, counted=counted),
-        objective_name=objective,
+        objective_name=name,
         shape=shape,
-        sequence_starts=_sequence_starts(cu_seqlens, objective, shape=shape, like=like),
+        sequence_starts=_sequence_starts(cu_seqlens, name, shape=shape, like=like),
         backend=choose_backend(backend, like),
+        function=objective if callable(objective) else None,
     )
 
 
@@ -502,7 +509,7 @@ def _objective(
     has_ref: bool,
 ) -> Objective:
     """Check the scalars of the loss."""
-    choice("objective", name, OBJECTIVES)
+    choice("objective", name, (*OBJECTIVES, CUSTOM))
     if dual_clip is not None and name not in CLIPPED_SURROGATES:
         raise ValueError(
             f"dual_clip needs objective={' or '.join(map(repr, CLIPPED_SURROGATES))}, got {name!r}"
@@ -511,8 +518,9 @@ def _objective(
         raise ValueError(f"sapo_tau needs objective='sapo', got {name!r}")
     tau_positive: float | None = None
     tau_negative: float | None = None
-    if name == "sapo":
+    if name in ("sapo", CUSTOM):
         clip_ratio = None
+    if name == "sapo":
         tau_positive, tau_negative = check_sapo_tau(SAPO_TAU if sapo_tau is None else sapo_tau)
     choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     finite("kl_coef", kl_coef)
@@ -557,8 +565,11 @@ def _objective(
 def _sequence_starts(
     cu_seqlens: Tensor | None, objective: str, *, shape: torch.Size, like: Tensor
 ) -> Tensor | None:
-    """Return [B + 1], the start of each sequence in the flattened tokens, and N, for "gspo"."""
-    if objective != "gspo":
+    """Return [B + 1], the start of each sequence in the flattened tokens, and N.
+
+    For "gspo" and functions, None for others, and for a function of tokens without sequences.
+    """
+    if objective not in ("gspo", CUSTOM):
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens needs objective='gspo', got {objective!r}")
         return None
@@ -566,6 +577,8 @@ def _sequence_starts(
         check_cu_seqlens(cu_seqlens, shape.numel(), like=like)
         return cu_seqlens
     if len(shape) < 2:
+        if objective == CUSTOM:
+            return None
         raise ValueError(
             "objective='gspo' needs sequences along the last axis, (..., T), or cu_seqlens, got "
             f"tokens of shape {list(shape)}"

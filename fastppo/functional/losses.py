@@ -16,6 +16,8 @@ double-sided mask. `T` is the temperature, `z` the logits after `logit_scale` an
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -33,8 +35,8 @@ from fastppo_kernels.records import (
 )
 from torch import Tensor
 
-from fastppo.functional import arguments, operators, scalars
-from fastppo.functional.arguments import LossOperands
+from fastppo.functional import arguments, operators, scalars, user_functions
+from fastppo.functional.arguments import CUSTOM, LossOperands
 from fastppo.functional.gradients import (
     LinearTokenStatisticsFunction,
     PPOLossFunction,
@@ -91,7 +93,8 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     `policy_loss` is weighted like the loss. The others are means over the tokens of non-zero
     weight: `entropy`; `kl` to the reference; `approx_kl` to the old policy (k3); `ratio_mean`,
     `ratio_variance`, `ratio_max`; `clip_fraction`, the share of tokens without gradient because of
-    the clip (for `cispo` and `dis`: outside the range, whatever their advantage);
+    the clip (for `cispo` and `dis`: outside the range, whatever their advantage; for `custom`, a
+    function: with an advantage and no gradient);
     `dual_clip_fraction`; the shares `ratio_{above,below}_{positive,negative}` of tokens beyond the
     clip range, by the advantage's sign; and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under
     `gspo` the ratio is that of the sequence, except in `approx_kl`.
@@ -100,11 +103,11 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
         ValueError, TypeError: wrong shape or dtype of `sums`, or an unknown objective.
     """
     _check_sums("sums", sums)
-    arguments.choice("objective", objective, arguments.OBJECTIVES)
+    arguments.choice("objective", objective, (*arguments.OBJECTIVES, CUSTOM))
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
     clipped = part.above_positive + part.below_negative
-    if objective in ("cispo", "dis"):
+    if objective in ("cispo", "dis", CUSTOM):
         clipped = part.outside
     return {
         "policy_loss": part.policy_loss,
@@ -136,7 +139,7 @@ def ppo_loss(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
-    objective: str = "clip",
+    objective: str | Callable[..., Tensor] = "clip",
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
     sapo_tau: tuple[float, float] | None = None,
@@ -171,13 +174,13 @@ def ppo_loss(
         mask: (...) bool, True on response tokens. Masked tokens add no loss and no gradient.
         objective: "clip", PPO's; "cispo", the detached clipped ratio times the logprob; "sapo", a
             soft gate; "gspo", "clip" with the sequence's ratio; "dis", the detached ratio times the
-            logprob, and nothing outside the clip range.
-        clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo".
+            logprob, and nothing outside the clip range; or a function of yours, see below.
+        clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo" and functions.
         dual_clip: c > 1 bounds the loss by −c·A where A < 0 (Ye et al. 2020). For "clip" and
             "gspo".
         sapo_tau: the gate's temperatures for A > 0 and for A ≤ 0. Default: (1, 1.05).
         cu_seqlens: [B + 1] int32 or int64, the start of each sequence in the flattened tokens, and
-            N. For "gspo"; by default the last axis runs along a sequence.
+            N. For "gspo" and functions; by default the last axis runs along a sequence.
         ref_logprobs: (...) nats, for the k1, k2 and k3 estimators of the KL to the reference.
         ref_logits: (..., V), for `kl_estimator="full"`. The sampled estimators take the tokens'
             logprobs from it if `ref_logprobs` is missing. No gradient.
@@ -197,6 +200,12 @@ def ppo_loss(
             may run only once. For the output of an operation, such as an lm-head: a leaf's `.grad`
             would share its memory. Not for fp16.
         backend: "auto", "triton", "cpu", or "torch" (the definition, slow).
+
+    A function as `objective` is called as `objective(logprobs, old_logprobs, advantages, mask)`
+    with flattened tensors [N], and returns the minimized term of each token, [N]. It may name
+    `entropy`, `ref_logprobs`, `importance_weights` and `cu_seqlens` too. It is differentiated by
+    autograd in `logprobs` and `entropy`. The importance weights multiply its result unless it names
+    them; KL, entropy bonus and aggregation are added as for the others.
 
     Returns:
         PPOLoss: loss () fp32, differentiable in the logits; logprobs, entropy, kl (...) fp32, nats,
@@ -299,7 +308,7 @@ def linear_ppo_loss(
     *,
     bias: Tensor | None = None,
     chunk_size: int | None = None,
-    objective: str = "clip",
+    objective: str | Callable[..., Tensor] = "clip",
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
     sapo_tau: tuple[float, float] | None = None,
@@ -344,7 +353,7 @@ def linear_ppo_loss(
 
     Under autocast the GEMMs run in the autocast dtype, otherwise in the dtype of `hidden`. In fp16
     the gradient needs the loss scale, so backward recomputes the logits, and `kl_estimator="full"`
-    is not supported.
+    is not supported. The same goes for a function as `objective`.
 
     Returns:
         PPOLoss as of `ppo_loss`, differentiable in hidden, weight and bias.
@@ -389,6 +398,11 @@ def linear_ppo_loss(
         raise ValueError(
             "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
             "gradient would underflow; ppo_loss on the logits takes float16"
+        )
+    if operands.function is not None and ref is not None and kl_estimator == "full":
+        raise ValueError(
+            "kl_estimator='full' is fused with the built-in objectives: with a function, use "
+            "another estimator, or ppo_loss on the logits"
         )
     out = _loss(source, None if ref is None else _HiddenStates(ref, gemm, compact), operands)
     _check_logprobs(out, "hidden and weight")
@@ -560,8 +574,9 @@ def _loss(source: Source, ref: Source | None, operands: LossOperands) -> PPOLoss
                 ref_logprobs, _, _ = ref.statistics(operands)
             operands = operands.with_per_token(ref_logprobs=ref_logprobs)
         ref = None
-    if source.is_fp16:
-        # Backward computes the gradient, once the loss scale is known.
+    if source.is_fp16 or operands.function is not None:
+        # Backward computes the gradient: the loss scale, or the derivative of the function, is
+        # known only then.
         logprobs, entropies, full_kl = source.statistics(operands, ref)
         return _loss_of_statistics(logprobs, entropies, full_kl, operands)
     fused_operands = operands
@@ -593,12 +608,17 @@ def _loss_of_statistics(
     """
     counted = operands.per_token.weights != 0
     loss_operands = operands
-    if operands.sequence_starts is not None:
+    token_loss = None
+    if operands.function is not None:
+        token_loss = functools.partial(
+            user_functions.token_loss, operands.function, cu_seqlens=operands.sequence_starts
+        )
+    elif operands.sequence_starts is not None:
         loss_operands = _with_sequence_ratios(operands, logprobs)
     loss, sums, kl = definition.loss_of_statistics(
-        logprobs, entropies, full_kl, loss_operands.per_token, operands.objective
+        logprobs, entropies, full_kl, loss_operands.per_token, operands.objective, token_loss
     )
-    if operands.sequence_starts is not None:
+    if operands.function is None and operands.sequence_starts is not None:
         sums = _with_token_kl(sums, logprobs.detach(), operands.per_token)
     return PPOLoss(
         loss=loss,

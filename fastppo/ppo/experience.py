@@ -44,6 +44,8 @@ class Experience:
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
     """π_old/π_sampler, bounded. None if both are the same distribution."""
+    scores: Tensor | None = None
+    """Score of each token's response, before normalization."""
     token_weights: Tensor | None = None
     """Weight of each token in its minibatch's loss."""
 

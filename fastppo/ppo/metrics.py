@@ -19,6 +19,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
 from fastppo.environments.tools import OUTCOMES
+from fastppo.functional.arguments import CUSTOM, OBJECTIVES
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
@@ -133,8 +134,7 @@ class UpdateMeter:
         sums = self.sums
         assert sums is not None
         steps = len(self.steps)
-        # Computed as for "clip"; `update_metrics` drops the clip fractions of the penalty.
-        means = loss_metrics(sums.policy, "clip" if objective == "penalty" else objective)
+        means = loss_metrics(sums.policy, objective if objective in OBJECTIVES else CUSTOM)
         # Each minibatch's policy loss is already normalized.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = sums.value_loss / steps
@@ -164,9 +164,11 @@ def update_metrics(
     if options.early_stop_kl is not None:
         metrics["early_stopped"] = float(early_stopped)
         metrics["optimizer_steps"] = float(len(meter.steps))
-    if options.objective in UNCLIPPED:
-        for name in CLIP_METRICS:
-            metrics.pop(name, None)
+    dropped: Sequence[str] = CLIP_METRICS if options.objective in UNCLIPPED else ()
+    if "objective" in options.own_functions:
+        dropped = CLIP_METRICS[1:]  # without a clip range, clip_fraction counts zero gradients
+    for name in dropped:
+        del metrics[name]
     return metrics
 
 

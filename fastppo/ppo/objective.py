@@ -1,29 +1,31 @@
-"""Terms of PPO's loss besides the fused policy loss in `PPOTrainer.policy_loss`.
+"""Terms of PPO's loss.
 
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
-cispo, sapo, gspo and dis replace the first term of clip; see `fastppo.ppo_loss`. With
-kl_loss_estimator=k1_by_ratio or k3_by_ratio the KL is multiplied by r. w is the importance weight,
-1 for tokens sampled from π_old.
+cispo, sapo, gspo and dis, or a function of the user, replace the first term of clip; see
+`fastppo.ppo_loss`. penalty is such a function too. With kl_loss_estimator=k1_by_ratio or
+k3_by_ratio the KL is multiplied by r. w is the importance weight, 1 for tokens sampled from π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fastppo_kernels.records import SUMS
+from fastppo_kernels.records import LOG_RATIO_LIMIT, POLICY_TERMS
 from torch import Tensor
 
 from fastppo.data.batch import Layout
 from fastppo.data.world import World
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
+from fastppo.functional.user_functions import named_by
 from fastppo.models.head import Head
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -31,43 +33,63 @@ from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import BY_RATIO, PPOConfig
 
 
-def penalty_loss(
-    hidden: Tensor, micro: Experience, options: PPOConfig, *, head: Head, beta: float
+def policy_loss(
+    hidden: Tensor,
+    micro: Experience,
+    options: PPOConfig,
+    *,
+    head: Head,
+    kl: dict[str, Any],
+    function: Callable[..., Tensor] | None,
+    beta: float,
 ) -> PPOLoss:
-    """PPO-Penalty on the hidden states [N, H] that predict the response tokens.
+    """Compute the policy loss of the hidden states [N, H] that predict the response tokens.
 
-    Up to the constant β, it equals an unclipped loss with advantage A − β/w and −β times k1 to the
-    rollout policy, so the fused loss computes it.
+    Args:
+        kl: keywords of `linear_ppo_loss` for the KL to the reference.
+        function: the user's objective. In addition to the arguments that `linear_ppo_loss` offers,
+            it may name `scores`, [N]: the score of each token's response before normalization.
+        beta: weight of the KL to the rollout policy, for objective=penalty.
     """
-    # The KL to the rollout policy is not weighted: at ratio 1 it is 0, with zero gradient.
-    beta_over_weight: Any = beta
-    if micro.importance_weights is not None:
-        beta_over_weight = beta / micro.importance_weights
-    out = linear_ppo_loss(
+    objective: str | Callable[..., Tensor] = options.objective
+    if function is not None:
+        objective = functools.partial(function, **named_by(function, {"scores": micro.scores}))
+    elif objective == "penalty":
+        objective = functools.partial(penalty, beta=beta)
+    return linear_ppo_loss(
         hidden,
         head.weight,
         micro.batch.response_tokens,
         micro.old_logprobs,
-        micro.advantages - beta_over_weight,
+        micro.advantages,
         bias=head.bias,
         weights=micro.token_weights,
         importance_weights=micro.importance_weights,
-        clip_ratio=None,
-        ref_logprobs=micro.old_logprobs,
-        kl_coef=-beta,
-        kl_estimator="k1",
+        objective=objective,
+        cu_seqlens=None if objective in POLICY_TERMS else micro.batch.cu_seqlens,
+        clip_ratio=options.clip_range,
+        dual_clip=options.dual_clip,
+        ref_logprobs=micro.ref_logprobs,
+        **kl,
         entropy_coef=options.entropy_coef,
         temperature=options.temperature,
         backend=options.backend,
         **head.transform,
     )
-    assert micro.token_weights is not None
-    ratio = (out.logprobs - micro.old_logprobs).exp()
-    constant = beta * micro.token_weights.sum(dtype=out.loss.dtype)
-    sums = out.sums.clone()
-    sums[SUMS.index("loss")] -= constant
-    sums[SUMS.index("policy_loss")] -= beta * (micro.token_weights * ratio).sum()
-    return out._replace(loss=out.loss - constant, sums=sums)
+
+
+def penalty(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    importance_weights: Tensor,
+    beta: float,
+) -> Tensor:
+    """PPO-Penalty. The KL to the rollout policy has no importance weight."""
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return -importance_weights * ratio * advantages + beta * (ratio - 1 - log_ratio)
 
 
 @contextmanager

@@ -35,7 +35,6 @@ from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
-from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.critic import train_critic, value_loss
@@ -52,7 +51,7 @@ from fastppo.ppo.metrics import (
     to_floats,
     update_metrics,
 )
-from fastppo.ppo.objective import add_ptx_gradient, kl_keywords, penalty_loss
+from fastppo.ppo.objective import add_ptx_gradient, kl_keywords, policy_loss
 from fastppo.ppo.old_policy import (
     GivenPolicy,
     OldPolicy,
@@ -111,6 +110,7 @@ class PPOTrainer:
         environment: class or function that makes environments for multi-turn responses. By default
             the config's.
         engine: a `RolloutEngine`, or an object with its `generate`. By default the config's.
+        objective: function or name of the policy loss. By default the config's.
         callbacks: transformers' `TrainerCallback`s.
         console: console for progress and messages.
         world: the processes; by default those that torchrun started.
@@ -131,25 +131,27 @@ class PPOTrainer:
         reference: PreTrainedModel | None = None,
         environment: Callable[[], Any] | None = None,
         engine: RolloutEngine | None = None,
+        objective: str | Callable[..., Tensor] | None = None,
         callbacks: Sequence[Any] = (),
         console: Console | None = None,
         world: World | None = None,
     ) -> None:
-        self.config = config
+        given = Given(
+            model=model,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            rewards=rewards,
+            monitor_rewards=monitor_rewards,
+            reference=reference,
+            environment=environment,
+            engine=engine,
+            functions={"objective": objective},
+        )
+        self.config = config = given.named_in(config)
         self.world = world_of(config, world)
         self.reporter = Reporter(console_of_first(self.world, console))
         self.say = self.reporter.say
         with explain_out_of_memory("loading", config):
-            given = Given(
-                model=model,
-                tokenizer=tokenizer,
-                prompts=prompts,
-                rewards=rewards,
-                monitor_rewards=monitor_rewards,
-                reference=reference,
-                environment=environment,
-                engine=engine,
-            )
             components = build(config, given, say=self.say, world=self.world)
         self.reporter.notes += components.notes
         self.device = components.device
@@ -165,6 +167,7 @@ class PPOTrainer:
         self.curriculum = components.curriculum
         self.pretraining = components.pretraining
         self.scorer = components.scorer
+        self.functions = components.functions
         self.evaluation = components.evaluation
         self.state = RunState.of(config)
         self.microbatch_limits = MicrobatchLimits(self.say, self.world.size)
@@ -262,6 +265,7 @@ class PPOTrainer:
             (the update's data, metrics).
         """
         batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
+        token_scores = scores.total.repeat_interleave(batch.written_lengths).to(self.device)
         score_metrics = successes_per_minibatch(scores.total, options.minibatches)
         scores = scores.normalized(
             options.score_normalization, options.score_clip, self.state.score_scale
@@ -301,6 +305,7 @@ class PPOTrainer:
             monte_carlo_returns=estimates.monte_carlo_returns,
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
+            scores=token_scores,
         )
         metrics = experience_metrics(experience, estimates.spread, options)
         metrics |= score_metrics | old.metrics
@@ -434,7 +439,15 @@ class PPOTrainer:
                 kl_keywords(self.reference, layout, options) as kl,
                 torch.set_grad_enabled(not warming_up),
             ):
-                policy = self.policy_loss(hidden, micro, options, kl)
+                policy = policy_loss(
+                    hidden,
+                    micro,
+                    options,
+                    head=self.model.head,
+                    kl=kl,
+                    function=self.functions.get("objective"),
+                    beta=self.state.policy_kl_control.coef,
+                )
             value, value_clipped = value_loss(values, micro, options)
         loss = options.vf_coef * value
         if not warming_up:
@@ -447,39 +460,6 @@ class PPOTrainer:
             computed=layout.input_ids.numel(),
         )
         return MicrobatchLoss(loss, sums, value_states)
-
-    def policy_loss(
-        self, hidden: Tensor, micro: Experience, options: PPOConfig, kl: dict[str, Any]
-    ) -> PPOLoss:
-        """Compute the policy loss of the hidden states [N, H] that predict the response tokens.
-
-        Args:
-            kl: keywords of `linear_ppo_loss` for the KL to the reference.
-        """
-        head = self.model.head
-        if options.objective == "penalty":
-            beta = self.state.policy_kl_control.coef
-            return penalty_loss(hidden, micro, options, head=head, beta=beta)
-        return linear_ppo_loss(
-            hidden,
-            head.weight,
-            micro.batch.response_tokens,
-            micro.old_logprobs,
-            micro.advantages,
-            bias=head.bias,
-            weights=micro.token_weights,
-            importance_weights=micro.importance_weights,
-            objective=options.objective,
-            cu_seqlens=micro.batch.cu_seqlens if options.objective == "gspo" else None,
-            clip_ratio=options.clip_range,
-            dual_clip=options.dual_clip,
-            ref_logprobs=micro.ref_logprobs,
-            **kl,
-            entropy_coef=options.entropy_coef,
-            temperature=options.temperature,
-            backend=options.backend,
-            **head.transform,
-        )
 
     def add_ptx(self, sums: LossSums, options: PPOConfig) -> LossSums:
         """Add the gradient and the loss of the next blocks of pretraining text."""

@@ -20,7 +20,7 @@ al. 2019 (shaped rewards, whitening); Ye et al. 2020 (dual clip); for other poli
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -196,20 +196,34 @@ def loss_of_statistics(
     kl: Tensor | None,
     per_token: PerToken,
     objective: Objective,
+    token_loss: Callable[[Tensor, Tensor, PerToken], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, differentiable in the statistics [N]; `Sums`; KL [N], detached).
 
     Tokens of weight 0 are cut out, whatever their entries. `kl` is the full KL; the sampled
-    estimators are computed here.
+    estimators are computed here. `token_loss` of (logprobs, entropies, per_token) replaces the
+    policy term and its importance weights; `Sums.outside` then counts the tokens with an advantage
+    and no gradient.
     """
     counted = per_token.weights != 0
     t = per_token.where(counted)
     logprobs = torch.where(counted, logprobs, 0.0)
     h = torch.where(counted, entropies, 0.0)
     ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    policy = policy_term(logprobs, ratio, t.advantages, objective)
-    if t.importance_weights is not None:
-        policy = policy * t.importance_weights
+    above = ratio > objective.highest_ratio
+    below = ratio < objective.lowest_ratio
+    outside = above | below
+    if token_loss is not None:
+        policy = torch.where(counted, token_loss(logprobs, h, t), 0.0)
+        if policy.requires_grad:
+            (by_logprobs,) = torch.autograd.grad(
+                policy.sum(), logprobs, retain_graph=True, materialize_grads=True
+            )
+            outside = (t.advantages != 0) & (by_logprobs == 0)
+    else:
+        policy = policy_term(logprobs, ratio, t.advantages, objective)
+        if t.importance_weights is not None:
+            policy = policy * t.importance_weights
     if objective.kl_estimator != "full":
         kl = None
         if t.ref_logprobs is not None:
@@ -219,8 +233,6 @@ def loss_of_statistics(
     penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
     penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
     total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
-    above = ratio > objective.highest_ratio
-    below = ratio < objective.lowest_ratio
     positive = t.advantages > 0
     negative = t.advantages < 0
     sums = records.Sums(
@@ -232,7 +244,7 @@ def loss_of_statistics(
         approx_kl=sampled_kl(t.old_logprobs - logprobs, "k3").sum(),
         ratio=(ratio * counted).sum(),
         ratio_squared=(ratio**2 * counted).sum(),
-        outside=(above | below).sum(),
+        outside=outside.sum(),
         above_positive=(above & positive).sum(),
         below_positive=(below & positive).sum(),
         above_negative=(above & negative).sum(),

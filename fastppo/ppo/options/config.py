@@ -29,7 +29,13 @@ from fastppo.ppo.options.update import (
     Schedule,
     UpdateOptions,
 )
-from fastppo.run.options import RanksOptions, SharingOptions, WeightOptions, check_bounds
+from fastppo.run.options import (
+    RanksOptions,
+    SharingOptions,
+    WeightOptions,
+    check_bounds,
+    inner_type,
+)
 from fastppo.run.watch import parse_threshold
 
 if TYPE_CHECKING:
@@ -39,6 +45,9 @@ BY_RATIO = "_by_ratio"
 """Suffix of the ratio-weighted KL estimators."""
 
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
+
+FUNCTIONS = ("objective",)
+"""Options that name a built-in or a function of the user."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Advantages without a value function."""
@@ -72,6 +81,7 @@ class PPOConfig(
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 
     def check(self) -> None:
+        check_names(self)
         if self.whiten_advantages is None:
             whitening = "none" if self.advantage == "group" else "full"
             object.__setattr__(self, "whiten_advantages", whitening)
@@ -130,6 +140,16 @@ class PPOConfig(
         """Return the scheduled options of `at(iteration)` as metrics, `schedule/NAME`."""
         names = [Schedule.parse(text).name for text in self.schedules]
         return {f"schedule/{name}": float(getattr(self, name)) for name in names}
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Options that name a function of the user."""
+        return [name for name in FUNCTIONS if ":" in getattr(self, name)]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the reference's logprobs are computed, unless a reference is passed in."""
+        return self.wants_reference or self.reference_model is not None
 
     @property
     def wants_reference(self) -> bool:
@@ -205,6 +225,15 @@ class PPOConfig(
 
 
 # Combinations of options. An option without an effect is an error.
+
+
+def check_names(config: PPOConfig) -> None:
+    """Raise ValueError for an option that names neither a built-in nor a function."""
+    for option in FUNCTIONS:
+        _, built_in = inner_type(PPOConfig.types()[option])
+        if option not in config.own_functions:
+            choices = (*built_in, "file.py:function", "package.module:function")
+            scalars.choice(option, getattr(config, option), choices)
 
 
 def check_batches(config: PPOConfig) -> None:
@@ -331,11 +360,17 @@ def check_objective(config: PPOConfig) -> None:
             "objective=penalty and early_stop_kl measure the KL between the optimizer steps of an "
             "iteration, so ppo_epochs · minibatches must be > 1"
         )
+    is_own = "objective" in config.own_functions
+    if is_own and config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
+        raise ValueError(
+            "kl_loss_estimator=full is fused with the built-in objectives: expected another "
+            f"estimator for objective={objective}"
+        )
     config.have_effect_only(
         "clip_ratio",
         "clip_ratio_high",
-        where=objective not in ("penalty", "sapo"),
-        needs="an objective with a clip range: not penalty or sapo",
+        where=objective not in ("penalty", "sapo") and not is_own,
+        needs="an objective with a clip range: not penalty, sapo or a function of yours",
     )
     config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
 
@@ -351,11 +386,6 @@ def check_importance(config: PPOConfig) -> None:
         where=cap is not None or floor is not None,
         needs="an importance_cap or an importance_floor",
     )
-    if config.objective == "penalty" and config.importance_mode.endswith("mask"):
-        raise ValueError(
-            "objective=penalty divides by the importance weights, and a mask sets them to 0: "
-            "expected token_truncate or sequence_truncate"
-        )
 
 
 def check_async(config: PPOConfig) -> None:

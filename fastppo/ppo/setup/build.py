@@ -58,6 +58,8 @@ class RunComponents:
     curriculum: Curriculum
     pretraining: PretrainingText | None
     scorer: Scorer
+    functions: dict[str, Callable[..., Any]]
+    """The user's functions by option."""
     evaluation: Evaluation
     context: int | None
     """Longest sequence, tokens: the shortest context of policy, reference and critic."""
@@ -135,6 +137,7 @@ def build(
         curriculum=Curriculum(len(inputs.prompts or ()), config.solved_reward),
         pretraining=inputs.pretraining,
         scorer=scorer,
+        functions={name: term.function for name, term in inputs.functions.items()},
         evaluation=Evaluation(
             inputs.held_out,
             scorer,

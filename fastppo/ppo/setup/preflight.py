@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,6 +30,7 @@ from fastppo.environments.loading import load_environment
 from fastppo.environments.tools import Tools
 from fastppo.environments.turns import Turns
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
+from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
 from fastppo.rewards.calling import CallOptions, keywords_for
@@ -64,6 +65,21 @@ class Given:
     reference: PreTrainedModel | None = None
     environment: Callable[[], Any] | None = None
     engine: Any = None
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    """Functions or names of `objective`, `advantage` and `optimizer`; None for the config's."""
+
+    @property
+    def own_functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that are not named, by option."""
+        return {name: value for name, value in self.functions.items() if callable(value)}
+
+    def named_in(self, config: PPOConfig) -> PPOConfig:
+        """Return the config with the names of the functions."""
+        names = {name: value for name, value in self.functions.items() if value is not None}
+        for option, function in self.own_functions.items():
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            names[option] = f"{function.__module__}:{name}"
+        return replace(config, **names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,16 +119,19 @@ class RunInputs:
     pretraining: PretrainingText | None
     """Text of PPO-ptx."""
     rewards: RewardTerms
+    functions: dict[str, RewardTerm]
+    """The user's functions by option."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of tokenizer, data, rewards and environment, by option."""
+        """Fingerprints of tokenizer, data, rewards, environment and functions, by option."""
         fingerprints = {"tokenizer": fingerprint.of_tokenizer(self.tokenizer)}
         if self.prompts is not None:
             fingerprints["prompts"] = self.prompts.fingerprint()
         if self.pretraining is not None:
             blocks = self.pretraining.blocks
             fingerprints["ptx_data"] = fingerprint.of_weights([("blocks", blocks)])
+        fingerprints |= {name: term.fingerprint for name, term in self.functions.items()}
         return fingerprints | self.rewards.fingerprints
 
 
@@ -144,6 +163,7 @@ def preflight(
     rows = {source: rows for source, rows in sources.items() if rows is not None}
     policy_context, context = read_contexts(config, given)
     check_packages(config)
+    functions = load_functions(config, given.own_functions, has_ref=given.reference is not None)
     check_optimizer(config)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     if config.chat_template_kwargs:
@@ -171,6 +191,7 @@ def preflight(
         held_out=encoded_held_out,
         pretraining=load_pretraining(config, tokenizer, policy_context),
         rewards=terms,
+        functions=functions,
     )
     if prompts:
         first = prompts[0]

@@ -1,0 +1,83 @@
+"""The user's functions in place of built-in parts: `objective`, `advantage` and `optimizer`.
+
+Each option takes the name of a built-in, `file.py:function` or `package.module:function`, and the
+trainer's argument of the same name takes the function itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastppo.functional.losses import ppo_loss
+from fastppo.functional.user_functions import name_and_place, named_by
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import is_out_of_memory
+from fastppo.rewards.calling import place_of
+from fastppo.rewards.loading import load_callable
+from fastppo.rewards.reward import RewardTerm
+
+
+def load_functions(
+    config: PPOConfig, given: Mapping[str, Callable[..., Any]], *, has_ref: bool = False
+) -> dict[str, RewardTerm]:
+    """Load the user's functions, with their fingerprints, by option.
+
+    Args:
+        given: functions passed to `PPOTrainer`, by option.
+        has_ref: whether a reference is passed to it too.
+
+    Raises:
+        ValueError: one does not exist, or does not work on made-up numbers.
+    """
+    functions = {}
+    for option in config.own_functions:
+        term = load_callable(given.get(option, getattr(config, option)), option)
+        functions[option] = replace(term, function=_explaining(option, term.function))
+    if "objective" in functions:
+        try_objective(functions["objective"].function, has_ref=has_ref or config.has_reference)
+    return functions
+
+
+def _explaining(option: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that its exceptions name it and the user's line."""
+
+    @functools.wraps(function)
+    def explaining(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise RuntimeError(
+                f"{option} {name_and_place(function)} raised {error!r}{place_of(error)}"
+            ) from error
+
+    return explaining
+
+
+def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
+    """Compute the loss of an objective on two made-up responses of five tokens in total.
+
+    Args:
+        has_ref: whether the run has the reference's logprobs.
+
+    Raises:
+        ValueError, RuntimeError: see `user_functions.token_loss`, or the function raised.
+    """
+    numbers = torch.linspace(-1, 1, 5)
+    scores = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+    ppo_loss(
+        torch.stack([numbers, -numbers], 1).requires_grad_(),
+        torch.tensor([0, 1, 0, 1, 0]),
+        numbers - 1,
+        numbers,
+        objective=functools.partial(function, **named_by(function, {"scores": scores})),
+        cu_seqlens=torch.tensor([0, 3, 5]),
+        ref_logprobs=numbers - 1.1 if has_ref else None,
+        backend="torch",
+    )

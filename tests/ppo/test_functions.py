@@ -1,0 +1,105 @@
+"""The user's functions in a run: `objective`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastppo.run.log import read_jsonl
+from runs import first_prompts, make_trainer
+
+HEADER = "import torch\nfrom torch import Tensor\n\n\n"
+CLIP = """def objective(logprobs, old_logprobs, advantages, mask):
+    ratio = (logprobs - old_logprobs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+"""
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(HEADER + text, encoding="utf-8")
+    return str(path)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "run" / "metrics.jsonl")
+
+
+def test_a_run_with_the_clip_as_a_function_is_the_built_in_run(tmp_path: Path) -> None:
+    """From a file; metrics of three iterations agree to fp32 rounding."""
+    runs = []
+    for name in ("clip", f"{write(tmp_path / 'mine.py', CLIP)}:objective"):
+        folder = tmp_path / name[-4:]
+        options = {"objective": name, "iterations": 3, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+        make_trainer(folder, **options).train()
+        runs.append(metrics(folder))
+    assert runs[0][-1]["clip_fraction"] > 0
+    assert "ratio_above_positive" not in runs[1][-1]
+    names = ("loss", "policy_loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "kl_loss")
+    for built_in, own in zip(*runs, strict=True):
+        assert {n: own[n] for n in names} == pytest.approx(
+            {n: built_in[n] for n in names}, rel=1e-3, abs=1e-6
+        )
+
+
+def test_an_objective_may_name_the_scores(tmp_path: Path) -> None:
+    """Of each token's response, before normalization."""
+    seen: list[Tensor] = []
+
+    def objective(
+        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, scores: Tensor
+    ) -> Tensor:
+        seen.append(scores)
+        return -(logprobs - old_logprobs).exp() * advantages
+
+    trainer = make_trainer(tmp_path, objective=objective, score_normalization="batch")
+    assert trainer.config.objective.endswith("<locals>.objective")
+    prompts = first_prompts(trainer, 16)
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
+    scores = trainer.score(prompts, rollout, trainer.config)
+    experience, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
+    trainer.loss(experience.weighted("token-mean"), trainer.config)
+    by_response = seen[-1].split(experience.batch.written_lengths.tolist())
+    assert len({scores[0].item() for scores in by_response}) > 1
+    for found, score in zip(by_response, scores.total, strict=True):
+        assert (found == score).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("    return logprobs.mean()\n", "expected token_loss, a float tensor of shape [5]"),
+        ("    return logprobs * advantages[:2]\n", "return logprobs * advantages[:2]"),
+        ("    return logprobs * missing\n", "NameError"),
+    ],
+)
+def test_a_wrong_objective_is_refused_before_the_models_load(
+    body: str, says: str, tmp_path: Path
+) -> None:
+    text = "def mine(logprobs, old_logprobs, advantages, mask):\n" + body
+    file = write(tmp_path / "mine.py", text)
+    where = f"objective `mine` ({file}, line 5)"
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(where)) as error:
+        make_trainer(tmp_path, objective=f"{file}:mine")
+    assert says in str(error.value)
+
+
+def test_a_run_resumes_with_the_same_objective_only(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.py", CLIP)
+    options = {"objective": f"{file}:objective", "checkpoint_interval": 1}
+    make_trainer(tmp_path, iterations=1, **options).train()
+    make_trainer(tmp_path, iterations=2, resume=True, **options).train()
+    write(tmp_path / "mine.py", CLIP.replace("0.8", "0.7"))
+    with pytest.raises(ValueError, match="the content of objective was"):
+        make_trainer(tmp_path, iterations=3, resume=True, **options).train()
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "objective.py"
+    trainer = make_trainer(tmp_path, objective=f"{example}:dppo_tv")
+    assert torch.isfinite(torch.tensor(list(trainer.train().values()))).all()
+    assert metrics(tmp_path)[0]["approx_kl"] > 0
