@@ -34,6 +34,7 @@ PARTS = (
     "console",
     "callbacks",
     "objective",
+    "advantage",
 )
 LEARNING: dict[str, Any] = {
     "rollout_batch_size": 64,

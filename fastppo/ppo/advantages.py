@@ -9,6 +9,8 @@ n = samples_per_prompt responses to the prompt:
     rloo        R − mean of the other n − 1 = n/(n−1)·(R − R̄)       Ahmadian et al. 2024
     group       (R − R̄)/(standard deviation of the n + 1e-4)        Shao et al. 2024 (GRPO)
 
+A function of the user may replace all of them: `own_advantages`.
+
 With the exact KL in the reward, each token's penalty is passed as a reward at that token.
 """
 
@@ -16,9 +18,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from fastppo_kernels.records import WHITEN_EPSILON
@@ -27,6 +29,7 @@ from torch import Tensor
 from fastppo.data.batch import Batch, on_device
 from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
 from fastppo.functional.statistics import sampled_kl
+from fastppo.functional.user_functions import call_by_name, check_per_token
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
@@ -114,6 +117,7 @@ def make_advantages(
     ref_stats: ReferenceStats,
     kl_coef: float,
     score_scale: ScoreScale | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> BatchAdvantages:
     """Compute shaped rewards, advantages and returns of packed responses.
 
@@ -128,6 +132,7 @@ def make_advantages(
         ref_stats: the reference's logprobs, and the exact KL if the reward uses it.
         kl_coef: β of the KL in the reward.
         score_scale: of the batches before; this batch is added. Default: a first batch.
+        function: the user's advantage; see `own_advantages`.
     """
     within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
@@ -153,7 +158,9 @@ def make_advantages(
         values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
     )
-    if options.advantage in ONE_PER_RESPONSE:
+    if function is not None:
+        estimates = _own_estimates(rewarded, options, function)
+    elif options.advantage in ONE_PER_RESPONSE:
         estimates = _response_advantages(rewarded, options)
     elif options.advantage == "turn_gae":
         estimates = _turn_advantages(rewarded, options)
@@ -244,6 +251,49 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     advantages = _whitened(advantages, options)
     complete = monte_carlo_returns(rewarded, options)
     return BatchAdvantages(advantages, result.returns, spread, complete)
+
+
+def _own_estimates(
+    rewarded: RewardedBatch, options: PPOConfig, function: Callable[..., Any]
+) -> BatchAdvantages:
+    """Advantages, and returns if there are any, of a user's function."""
+    complete = monte_carlo_returns(rewarded, options)
+    advantages, returns = own_advantages(
+        function,
+        shaped_rewards(rewarded),
+        rewarded.values,
+        cu_seqlens=rewarded.batch.cu_seqlens,
+        old_logprobs=rewarded.old_logprobs,
+        ref_logprobs=rewarded.ref_logprobs,
+        samples_per_prompt=options.samples_per_prompt,
+        gamma=options.gamma,
+    )
+    spread = advantages.std(correction=0)
+    advantages = _whitened(advantages, options)
+    return BatchAdvantages(advantages, complete if returns is None else returns, spread, complete)
+
+
+def own_advantages(
+    function: Callable[..., Any], rewards: Tensor, values: Tensor, **offered: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the advantages [N] of a user's function, and the returns if it returns both.
+
+    Args:
+        rewards, values: [N], arguments of the function, before a mask [N] bool.
+        offered: keywords that the function may name.
+
+    Raises:
+        ValueError: the function takes other arguments, or returns something else.
+    """
+    first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
+    result = call_by_name("advantage", function, first, offered)
+    if not isinstance(result, tuple):
+        return check_per_token("advantage", function, "advantages", result, rewards), None
+    advantages, returns = result if len(result) == 2 else (result, None)
+    return (
+        check_per_token("advantage", function, "advantages", advantages, rewards),
+        check_per_token("advantage", function, "returns", returns, rewards),
+    )
 
 
 def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from fastppo.functional.losses import ppo_loss
 from fastppo.functional.user_functions import name_and_place, named_by
+from fastppo.ppo.advantages import own_advantages
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import is_out_of_memory
 from fastppo.rewards.calling import place_of
@@ -40,6 +41,8 @@ def load_functions(
         functions[option] = replace(term, function=_explaining(option, term.function))
     if "objective" in functions:
         try_objective(functions["objective"].function, has_ref=has_ref or config.has_reference)
+    if "advantage" in functions:
+        try_advantage(functions["advantage"].function, config)
     return functions
 
 
@@ -80,4 +83,24 @@ def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
         cu_seqlens=torch.tensor([0, 3, 5]),
         ref_logprobs=numbers - 1.1 if has_ref else None,
         backend="torch",
+    )
+
+
+def try_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
+    """Compute advantages of made-up responses to one prompt, of three tokens and then two each.
+
+    Raises:
+        ValueError, RuntimeError: see `own_advantages`, or the function raised.
+    """
+    count = max(2, config.samples_per_prompt)
+    numbers = torch.linspace(-1, 1, 2 * count + 1)
+    own_advantages(
+        function,
+        numbers,
+        -numbers,
+        cu_seqlens=torch.tensor([0, *range(3, 2 * count + 2, 2)]),
+        old_logprobs=numbers - 1,
+        ref_logprobs=numbers - 1.1,
+        samples_per_prompt=config.samples_per_prompt,
+        gamma=config.gamma,
     )

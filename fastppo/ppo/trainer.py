@@ -110,7 +110,7 @@ class PPOTrainer:
         environment: class or function that makes environments for multi-turn responses. By default
             the config's.
         engine: a `RolloutEngine`, or an object with its `generate`. By default the config's.
-        objective: function or name of the policy loss. By default the config's.
+        objective, advantage: functions or names. By default the config's.
         callbacks: transformers' `TrainerCallback`s.
         console: console for progress and messages.
         world: the processes; by default those that torchrun started.
@@ -132,6 +132,7 @@ class PPOTrainer:
         environment: Callable[[], Any] | None = None,
         engine: RolloutEngine | None = None,
         objective: str | Callable[..., Tensor] | None = None,
+        advantage: str | Callable[..., Any] | None = None,
         callbacks: Sequence[Any] = (),
         console: Console | None = None,
         world: World | None = None,
@@ -145,7 +146,7 @@ class PPOTrainer:
             reference=reference,
             environment=environment,
             engine=engine,
-            functions={"objective": objective},
+            functions={"objective": objective, "advantage": advantage},
         )
         self.config = config = given.named_in(config)
         self.world = world_of(config, world)
@@ -295,6 +296,7 @@ class PPOTrainer:
             ref_stats=ref_stats,
             kl_coef=kl_coef,
             score_scale=self.state.usual_scores,
+            function=self.functions.get("advantage"),
         )
         experience = Experience(
             batch,

@@ -1,4 +1,4 @@
-"""The user's functions in a run: `objective`."""
+"""The user's functions in a run: `objective` and `advantage`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastppo.run.log import read_jsonl
-from runs import first_prompts, make_trainer
+from runs import first_experience, first_prompts, make_trainer
 
 HEADER = "import torch\nfrom torch import Tensor\n\n\n"
 CLIP = """def objective(logprobs, old_logprobs, advantages, mask):
@@ -85,6 +85,58 @@ def test_a_wrong_objective_is_refused_before_the_models_load(
     where = f"objective `mine` ({file}, line 5)"
     with pytest.raises((ValueError, RuntimeError), match=re.escape(where)) as error:
         make_trainer(tmp_path, objective=f"{file}:mine")
+    assert says in str(error.value)
+
+
+GAE = """def advantage(rewards, values, mask, *, cu_seqlens, gamma):
+    advantages = torch.zeros_like(rewards)
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+        following = 0.0
+        for t in reversed(range(start, end)):
+            next_value = values[t + 1] if t + 1 < end else 0.0
+            following = rewards[t] + gamma * next_value - values[t] + gamma * 0.95 * following
+            advantages[t] = following
+    return advantages, advantages + values
+"""
+
+
+def test_a_run_with_gae_as_a_function_is_the_built_in_run(tmp_path: Path) -> None:
+    """Policy and value function learn the same, to fp32 rounding."""
+    runs = []
+    for name in ("gae", f"{write(tmp_path / 'mine.py', GAE)}:advantage"):
+        folder = tmp_path / name[-3:]
+        make_trainer(folder, advantage=name, iterations=3, value_head="gradient").train()
+        runs.append(metrics(folder))
+    names = ("loss", "policy_loss", "value_loss", "grad_norm", "approx_kl", "explained_variance")
+    for built_in, own in zip(*runs, strict=True):
+        assert {n: own[n] for n in names} == pytest.approx(
+            {n: built_in[n] for n in names}, rel=1e-3, abs=1e-5
+        )
+
+
+def test_advantages_alone_leave_the_value_function_the_rewards_to_go(tmp_path: Path) -> None:
+    def advantage(rewards: Tensor, values: Tensor, mask: Tensor, **others: Any) -> Tensor:
+        assert {"cu_seqlens", "old_logprobs", "samples_per_prompt"} <= others.keys()
+        return torch.linspace(-1, 1, len(rewards))
+
+    trainer = make_trainer(tmp_path, advantage=advantage, whiten_advantages="none")
+    experience = first_experience(trainer)
+    assert torch.equal(experience.advantages, torch.linspace(-1, 1, len(experience.advantages)))
+    assert torch.equal(experience.returns, experience.monte_carlo_returns)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda rewards, values, mask: rewards[:2], "expected advantages, a float tensor of shape"),
+        (lambda rewards, values, mask: (rewards, None), "expected returns, a float tensor"),
+        (lambda rewards, values: rewards, "too many positional arguments; expected (rewards, v"),
+    ],
+)
+def test_a_wrong_advantage_is_refused(function: Any, says: str, tmp_path: Path) -> None:
+    where = f"advantage `<lambda>` ({__file__}, line {function.__code__.co_firstlineno}): "
+    with pytest.raises(ValueError, match=re.escape(where)) as error:
+        make_trainer(tmp_path, advantage=function)
     assert says in str(error.value)
 
 

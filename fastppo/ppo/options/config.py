@@ -46,7 +46,7 @@ BY_RATIO = "_by_ratio"
 
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
 
-FUNCTIONS = ("objective",)
+FUNCTIONS = ("objective", "advantage")
 """Options that name a built-in or a function of the user."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")

@@ -149,11 +149,12 @@ class AdvantageOptions(Options):
 
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
     lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
-    advantage: Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
+    advantage: str | Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
         "gae; turn_gae: GAE over turns; sequence: R − V(prompt) for every token; without a value "
         "function: reinforce: reward to go; rloo: R − mean of the prompt's other samples; group: "
-        "GRPO's (R − mean)/(std + 1e-4) over the prompt's samples",
+        "GRPO's (R − mean)/(std + 1e-4) over the prompt's samples; or your function: "
+        "file.py:function, package.module:function",
     )
     lam_alpha: float | None = option(
         None,
