@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,8 +28,10 @@ from benchmarks.cases import (
     LOSS_NO_ENTROPY,
     slug,
 )
+from benchmarks.losses import loss_case
 from benchmarks.measure import REPLAY
 from benchmarks.sequences import LOOP, VERL_GAE
+from benchmarks.shapes import Model, Tokens
 from benchmarks.trl_iteration import GRID, Options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other packages
@@ -45,6 +50,11 @@ GRADIENT_SHARE = 0.95
 LOOP_SPEED_UP = 60.0
 VERL_SPEED_UP = 150.0
 ITERATION_SPEED_UP = 3.0
+CALLS = 200
+WARM_UP = 3
+"""Calls that compile the kernels and allocate the first buffers."""
+SLOWEST = 2.0
+"""Slowest call in medians."""
 
 LOSSES = pytest.mark.parametrize(
     "prepared",
@@ -176,6 +186,31 @@ def test_a_loss_needs_little_more_than_its_gradient(prepared: Prepared, benchmar
         prepared.case.name, prepared.case.shape, "less memory", "its gradient alone", GRADIENT_SHARE
     )
     keep(promise, gradient / extra, benchmark)
+
+
+def loss_seconds(calls: int) -> list[float]:
+    """Return the seconds of calls of the loss with its gradient, 384 rows of 49152 logits."""
+    case = loss_case(Tokens(Model("smollm2-135m", 49152, 576), 384), torch.float32)
+    inputs = case.draw(0, CPU)
+    loss = case.provider("FastPPO", CPU)
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        loss.call(inputs)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@promised
+@pytest.mark.benchmark(timer=REPLAY, group="slowest call")
+def test_no_call_of_a_loss_waits_for_memory(benchmark: Any, record: Record) -> None:
+    """Medians hide calls that wait for the system's pages. A fresh process has none."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+        seconds = fresh.submit(loss_seconds, CALLS).result()
+    record(seconds[WARM_UP:])
+    slowest, median = max(seconds[WARM_UP:]), statistics.median(seconds)
+    benchmark.extra_info.update(slowest=slowest, median=median)
+    assert slowest <= SLOWEST * median, f"{slowest:.4f} s, median {median:.4f} s"
 
 
 def call_of(prepared: Prepared, name: str) -> Callable[[], object]:

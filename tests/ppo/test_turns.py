@@ -20,7 +20,8 @@ from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
-from runs import first_prompts, make_trainer, records
+from fastppo.rollout import FINISHED, Rollout, Sampling
+from runs import Watched, first_prompts, make_trainer, records
 
 
 def _trainer(directory: Path, **more: Any) -> PPOTrainer:
@@ -61,6 +62,45 @@ def test_old_logprobs_and_values_of_turns_equal_a_full_pass(tmp_path: Path) -> N
     logprobs, values = torch.cat(rollout.logprobs), torch.cat(rollout.values)
     torch.testing.assert_close(logprobs, wanted.logprobs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_turn_reads_the_whole_conversation_and_learning_reads_it_once(tmp_path: Path) -> None:
+    """Counted at the embedding: two prompts of three tokens, turns of four, observations of two."""
+
+    class Three:
+        def reset(self, prompt: Any) -> None:
+            self.turn = 0
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            self.turn += 1
+            return "w1 w2", 1.0, self.turn == 3
+
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[],
+        prompts=[{"prompt": "w1 w2 w3"}, {"prompt": "w4 w5 w6"}],
+        environment=Three,
+        rollout_batch_size=2,
+        max_new_tokens=4,
+        stop_token_ids=[],
+        old_logprobs="recompute",
+        ppo_epochs=3,
+        minibatches=1,
+    )
+    read: list[int] = [0]
+    trainer.model.causal_lm.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: read.append(read.pop() + inputs[0].numel())
+    )
+
+    def ended(rollout: Rollout, prompt_ids: list[list[int]], sampling: Sampling) -> None:
+        rollout.finish_reasons[:] = [FINISHED, FINISHED]
+        read.append(0)
+
+    trainer.engine = Watched(trainer.engine, ended)
+    trainer.iterate(first_prompts(trainer, 2), trainer.begin_iteration())
+    conversation = 3 + 3 * 4 + 2 * 2
+    turns = [2 * (3 + earlier * (4 + 2) + (4 - 1)) for earlier in range(3)]
+    assert read == [*turns, 2 * conversation * (1 + 3)]
 
 
 def test_token_rewards_skip_environment_tokens(tmp_path: Path) -> None:
