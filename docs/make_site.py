@@ -21,6 +21,8 @@ LINK = re.compile(r"\]\(([^)#\s]+)")
 
 CSS = """/* Options and formulas break only between words; wide tables scroll. */
 .md-typeset table code { word-break: normal; }
+/* Tables without a header. */
+.md-typeset thead:not(:has(th:not(:empty))) { display: none; }
 /* Pictures have a white background. */
 .md-typeset img { background: white; }
 """
