@@ -46,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("auto", "cpu", "cuda"),
         help="default: the GPU if there is one",
     )
+    group.addoption(
+        "--conformance-json",
+        metavar="FOLDER",
+        help="write the results of benchmarks/conformance, a file per package",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,86 @@
+"""What an adapter is: a package's functions under the names of the fixtures' operations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Answer = Callable[..., Mapping[str, Any]]
+"""Called with the inputs and, as keywords, the options; returns some of the answer's outputs."""
+
+
+class NotOfferedError(Exception):
+    """The package has no function for this; the message says what comes closest."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: str
+    distribution: str
+    release: str
+    """The version that the recorded differences belong to, such as "0.9"."""
+    build: Callable[[], dict[str, Answer]]
+    """Imports the package. Operations that are absent are not offered."""
+    device: str = "cpu"
+
+    @property
+    def version(self) -> str | None:
+        """The installed version, or None if another release or none is installed."""
+        if self.distribution == "fastppo":  # may run from the tree
+            return self.release
+        try:
+            version = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        return version if f"{version}.".startswith(f"{self.release}.") else None
+
+
+def module(name: str) -> Any:
+    """Import a module without its warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def need(offered: bool, what: str) -> None:
+    if not offered:
+        raise NotOfferedError(what)
+
+
+def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value of the function, and the gradient of its sum by x."""
+    leaf = x.clone().requires_grad_()
+    value = function(leaf)
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    return value.detach(), gradient
+
+
+def policy_outputs(
+    loss: Callable[[Tensor, Tensor | None], Tensor],
+    inputs: Inputs,
+    objective: str,
+    microbatches: list[list[int]] | None = None,
+) -> Mapping[str, Tensor]:
+    """Sum a loss of (logprobs, rows) over microbatches; rows are None for the whole batch."""
+
+    def total(logprobs: Tensor) -> Tensor:
+        if microbatches is None:
+            return loss(logprobs, None)
+        return sum((loss(logprobs, torch.tensor(rows)) for rows in microbatches), torch.zeros(()))
+
+    value, gradient = with_gradient(total, inputs["logprobs"])
+    # The value of a surrogate with detached factors means nothing.
+    detached = objective in ("cispo", "dis")
+    return {"gradient": gradient} if detached else {"loss": value, "gradient": gradient}
+
+
+def rows_of(inputs: Inputs, rows: Tensor | None) -> Inputs:
+    return inputs if rows is None else {name: x[rows] for name, x in inputs.items()}
