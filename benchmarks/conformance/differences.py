@@ -72,7 +72,7 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
             bessel=False,
         ),
         "kl-k3-large": Difference(CLAMPED, "openrlhf/models/utils.py:113", {"limit": 10.0}),
-        "masked-nan": Difference(NAN_LOSS, "openrlhf/models/loss.py:32", NAN),
+        "masked-nan": Difference(NAN_LOSS, "openrlhf/models/loss.py:32", {"nan": ("loss",)}),
         "entropy-masked-vocabulary": Difference(
             NAN_ENTROPY, "openrlhf/models/utils.py:218", {"zero_times_infinity": True}
         ),
@@ -136,7 +136,11 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
         },
     },
     "AgileRL": {
-        "masked-nan": Difference(NAN_LOSS, "agilerl/utils/llm_utils.py:2013", NAN),
+        "masked-nan": Difference(
+            f"{NAN_LOSS}; its trainer fills masked logprobs before",
+            "agilerl/utils/llm_utils.py:2013",
+            NAN,
+        ),
         "token-mean": Difference(
             MEAN_OF_MEANS,
             "agilerl/utils/llm_utils.py:2013, agilerl/algorithms/ppo_llm.py:1261",

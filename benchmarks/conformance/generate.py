@@ -21,9 +21,7 @@ SHAPING = (
 WHITEN = "Ziegler et al. 2019, the code of lm-human-preferences, `whiten`"
 KL = "Schulman 2020, Approximating KL divergence"
 PPO = "Schulman et al. 2017 (arXiv:1707.06347), eq. 7"
-IMPORTANCE = (
-    "Precup et al. 2000, eq. 2: a sequence's ratio is the product; Espeholt et al. 2018 (V-trace)"
-)
+IMPORTANCE = "Precup et al. 2000: a sequence's ratio is the product; Espeholt et al. 2018 (V-trace)"
 
 GAP = np.array([[1, 1, 0, 0, 1, 1], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], bool)
 TAIL = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]], bool)
@@ -165,8 +163,8 @@ ROWS: list[Row] = [
     ("constant-length", "Aggregation", "policy", "Is the sum over B times a constant length the same in two microbatches?", "Liu et al. 2025 (Dr. GRPO, arXiv:2503.20783), section 3.2", CLIP | {"aggregation": "constant", "length": 8, "microbatches": HALVES}, batches()),
     ("gspo", "Objectives", "policy", "Is the ratio the geometric mean over a sequence's own tokens?", "Zheng et al. 2025 (GSPO, arXiv:2507.18071), eq. 7", {"objective": "gspo", "clip": [0.2, 0.3], "aggregation": "seq-mean-token-mean"}, updated([[0.5, -0.25, 0.0], [0.5, 0.5, 0.75], [-0.5, 0.25, 0.0]], [1.0, 1.0, -1.0])),
     ("gspo-uneven", "Objectives", "policy", "And with sequences of different lengths?", "Zheng et al. 2025 (GSPO), eq. 5, 7", {"objective": "gspo", "clip": [0.2, 0.3], "aggregation": "seq-mean-token-mean"}, updated([[0.5, -0.25, 4.0], [-0.5, 0.25, 0.0]], [1.0, -1.0], np.array([[1, 1, 0], [1, 1, 1]], bool))),
-    ("cispo", "Objectives", "policy", "Is the clipped ratio detached, above 1 + ε too?", "MiniMax 2025 (arXiv:2506.13585), eq. 4, 5", {"objective": "cispo", "clip": [0.2, 0.2]}, updated([[HIGH, 0.05, HIGH], [HIGH, -0.05, 0.0]], [1.0, -1.0])),
-    ("cispo-below", "Objectives", "policy", "Is the ratio clipped below 1 − ε?", "MiniMax 2025, eq. 5", {"objective": "cispo", "clip": [0.2, 0.2]}, updated([[LOW, 0.05, LOW], [LOW, -0.05, 0.0]], [1.0, -1.0])),
+    ("cispo", "Objectives", "policy", "Is the clipped ratio detached, above 1 + ε too?", "MiniMax 2025 (arXiv:2506.13585), section 3.1", {"objective": "cispo", "clip": [0.2, 0.2]}, updated([[HIGH, 0.05, HIGH], [HIGH, -0.05, 0.0]], [1.0, -1.0])),
+    ("cispo-below", "Objectives", "policy", "Is the ratio clipped below 1 − ε?", "MiniMax 2025, section 3.1", {"objective": "cispo", "clip": [0.2, 0.2]}, updated([[LOW, 0.05, LOW], [LOW, -0.05, 0.0]], [1.0, -1.0])),
     ("sapo", "Objectives", "policy", "Is the gate 4/τ·σ(τ(r − 1)), with one τ for A > 0 and another for A ≤ 0?", "Gao et al. 2025 (SAPO, arXiv:2511.20347)", {"objective": "sapo", "clip": [0.2, 0.2], "tau": [1.0, 1.75], "aggregation": "seq-mean-token-mean"}, updated(normal(25, 2, 3) / 2, [1.0, -1.0])),
     ("dis", "Objectives", "policy", "Is the detached ratio 0 outside of the range?", "Hou et al. 2026 (SAO, arXiv:2607.07508), eq. 1", {"objective": "dis", "clip": [0.2, 0.25]}, updated([[HIGH, 0.05, LOW], [LOW, HIGH, -0.05]], [1.0, -1.0])),
     ("value-half", "Value loss", "value", "Is the loss ½(V − R)², or (V − R)²?", "OpenAI baselines, ppo2; Schulman et al. 2017, eq. 9, has no ½", {"clip": None}, valued(FULL)),
@@ -178,7 +176,7 @@ ROWS: list[Row] = [
     ("weights-token-mask", "Importance weights", "importance", "Are tokens outside of the bounds dropped, and the others weighted by their ratio?", "IcePop, Ling team 2025", {"level": "token", "mode": "mask", "floor": 0.75, "cap": 1.5}, sampled(TAIL)),
     ("weights-sequence-truncate", "Importance weights", "importance", "Is the ratio of a sequence the product of its tokens' ratios?", IMPORTANCE, {"level": "sequence", "mode": "truncate", "floor": None, "cap": 2.0}, sampled(TAIL)),
     ("weights-sequence-mask", "Importance weights", "importance", "Is a whole sequence dropped by the product of its ratios?", IMPORTANCE, {"level": "sequence", "mode": "mask", "floor": 0.5, "cap": 2.0}, sampled(TAIL)),
-    ("rloo", "Group advantages", "group", "Is the baseline the mean of the other responses?", "Ahmadian et al. 2024 (RLOO, arXiv:2402.14740), eq. 9", {"kind": "rloo", "size": 4}, {"scores": SCORES}),
+    ("rloo", "Group advantages", "group", "Is the baseline the mean of the other responses?", "Ahmadian et al. 2024 (RLOO, arXiv:2402.14740)", {"kind": "rloo", "size": 4}, {"scores": SCORES}),
     ("grpo", "Group advantages", "group", "Is the deviation that of a sample (with Bessel's correction)?", "Shao et al. 2024 (GRPO), section 4.1.2; the correction is torch's default", {"kind": "grpo", "size": 4}, {"scores": SCORES}),
     ("grpo-mean-only", "Group advantages", "group", "Can the division by the deviation be left out?", "Liu et al. 2025 (Dr. GRPO), section 3.2", {"kind": "mean", "size": 4}, {"scores": SCORES}),
     ("grpo-equal", "Group advantages", "group", "Is the advantage 0 in a group of equal scores?", "Shao et al. 2024 (GRPO), section 4.1.2", {"kind": "grpo", "size": 4}, {"scores": np.array([0.1, 0.1, 0.1, 0.1, 1.0, 1.0, 1.0, 1.0])}),

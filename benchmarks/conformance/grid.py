@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def write(cells: Cells, folder: str | Path) -> None:
             "version": column.version,
             "cells": {fixture: cell._asdict() for fixture, cell in sorted(column.cells.items())},
         }
-        file = Path(folder) / f"{name.lower().replace(' ', '-').replace(',', '')}.json"
+        file = Path(folder) / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower()).strip('-')}.json"
         file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -1,0 +1,149 @@
+"""The fixtures, the page, and planted faults: each turns a fixture red."""
+
+# A row of the faults is easier to read on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastppo_kernels import definition
+
+from benchmarks.conformance import docs, generate, grid, ours
+from benchmarks.conformance.adapter import NotOfferedError
+from benchmarks.conformance.differences import DIFFERENCES
+from benchmarks.conformance.fixtures import FOLDER, difference, fixtures
+from benchmarks.conformance.peers import PEERS
+from fastppo.functional import arguments, tutorial_losses
+from fastppo.ppo import advantages, kl_control
+
+WRITTEN = ("fixtures.json", "fixtures.safetensors")
+
+
+def test_the_fixtures_are_those_of_the_formulas() -> None:
+    """After a change: python -m benchmarks.conformance.generate"""
+    records, arrays = generate.generate()
+    assert json.loads((FOLDER / "fixtures.json").read_text("utf-8")) == records
+    kept = {
+        f"{name}/{kind}/{key}": x
+        for name, fixture in fixtures().items()
+        for kind, tensors in (("inputs", fixture.inputs), ("answer", fixture.answer))
+        for key, x in tensors.items()
+    }
+    assert kept.keys() == arrays.keys()
+    for key, x in arrays.items():
+        # Central differences of another libm.
+        np.testing.assert_allclose(kept[key], x, rtol=1e-7, atol=1e-8)
+    assert sum((FOLDER / name).stat().st_size for name in WRITTEN) < 1e6
+
+
+def test_the_page_shows_the_kept_results() -> None:
+    """After new results: python -m benchmarks.conformance.docs"""
+    page = docs.PAGE.read_text("utf-8")
+    for section, content in docs.sections(grid.load()).items():
+        assert docs.split(page, section)[1] == content
+
+
+def test_every_package_of_the_grid_was_run() -> None:
+    kept = grid.load()
+    assert kept.keys() == set(grid.COLUMNS)
+    for name, column in kept.items():
+        assert column.cells.keys() == fixtures().keys()
+        differs = {
+            fixture for fixture, cell in column.cells.items() if cell.status == grid.DIFFERENT
+        }
+        assert differs == DIFFERENCES.get(name, {}).keys()
+
+
+def test_recorded_differences_name_packages_and_are_no_answers() -> None:
+    assert DIFFERENCES.keys() <= {peer.name for peer in PEERS}
+    for recorded in DIFFERENCES.values():
+        for name, entry in recorded.items():
+            fixture = fixtures()[name]
+            assert difference(fixture, fixture.variant(**entry.variant)), name
+
+
+def test_an_output_without_an_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"outputs \['logprobs'\] must be some of"):
+        difference(fixtures()["gae-gap"], {"logprobs": torch.zeros(3, 6)})
+
+
+# ------------------------------------------------------------------------------------ planted faults
+
+# (owner, function, text, replacement, the fixtures that turn red)
+FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
+    (definition, "gae", "in reversed(tokens)", "in reversed(range(tokens[0], tokens[-1] + 1))", {"gae-gap", "gae-packed"}),
+    (definition, "gae", "trajectory.bootstrap[i].item()", "0.0", {"gae-bootstrap"}),
+    (definition, "gae", "gamma * lam * next_advantage", "lam * next_advantage", {"gae-padded", "gae-gamma-0"}),
+    (definition, "shaped_advantages", "tokens[-1:]", "tokens[:1]", {"score-tail", "score-gap"}),
+    (definition, "whiten", "(count - 1).clamp(min=1)", "count", {"whiten-bessel", "whiten-mask"}),
+    (definition, "whiten", "else white + mean", "else white", {"whiten-keep-mean"}),
+    (definition, "sampled_kl", "torch.expm1((-difference)", "torch.expm1((difference)", {"kl-k3", "kl-reward-k3"}),
+    (definition, "policy_term", "ratio.clamp(lowest, highest)", "ratio.clamp(max=highest)", {"clip-both", "cispo-below"}),
+    (definition, "policy_term", "-clipped.detach()", "-clipped", {"cispo"}),
+    (definition, "policy_term", "torch.where(advantages < 0, bounded, surrogate)", "surrogate", {"dual-clip"}),
+    (definition, "policy_term", "(ratio > highest) | (ratio < lowest)", "ratio > highest", {"dis"}),
+    (definition, "sequence_ratio_logprobs", "total / count.clamp(min=1)", "total", {"gspo", "gspo-uneven"}),
+    (definition, "entropy", "    return", "    log_p = (0.7 * log_p).log_softmax(-1)\n    return", {"entropy-temperature"}),
+    (arguments, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
+    (tutorial_losses.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
+    (ours, "importance", '"sum", lengths', '"mean", lengths', {"weights-sequence-truncate"}),
+    (advantages, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
+    (kl_control.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),
+]  # fmt: skip
+
+
+def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, text: str, replacement: str) -> None:
+    """Replace the function by a copy with another text."""
+    function = inspect.unwrap(getattr(owner, name))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert text in source
+    space: dict[str, Any] = {}
+    exec(
+        "from __future__ import annotations\n" + source.replace(text, replacement, 1),
+        function.__globals__,
+        space,
+    )
+    patch.setattr(owner, name, space[name])
+
+
+def wrong_fixtures() -> set[str]:
+    """Return the fixtures that FastPPO's definition does not answer."""
+    (adapter,) = [backend for backend in ours.backends() if backend.name == "FastPPO, torch"]
+    calls = adapter.build()
+    found = set()
+    for name, fixture in fixtures().items():
+        try:
+            outputs = calls[fixture.operation](fixture.tensors(), **fixture.options)
+        except NotOfferedError:
+            continue
+        if difference(fixture, outputs):
+            found.add(name)
+    return found
+
+
+def test_without_a_fault_every_fixture_is_answered() -> None:
+    assert wrong_fixtures() == set()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "text", "replacement", "red"),
+    FAULTS,
+    ids=[f"{row[1]}-{i}" for i, row in enumerate(FAULTS)],
+)
+def test_a_planted_fault_turns_its_fixtures_red(
+    owner: Any,
+    name: str,
+    text: str,
+    replacement: str,
+    red: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch, owner, name, text, replacement)
+    assert red <= wrong_fixtures()
