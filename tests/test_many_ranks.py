@@ -51,6 +51,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
     "auto": WIDE | SHORT | {"learning_rate": "auto", "iterations": 4},
+    "momentum": WIDE
+    | SHORT
+    | {"optimizer": "torch.optim:SGD", "optimizer_options": {"momentum": 0.9}},
     "bf16, lora": NARROW | BF16 | SHORT | LORA,
 }
 
@@ -171,12 +174,6 @@ def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "refused", "allowed", "message"),
     [
-        (
-            {"optimizer": "torch.optim:SGD"},
-            2,
-            1,
-            "2 processes shard the optimizer's state, so optimizer must be adamw",
-        ),
         ({"precision": "fp16"}, 2, 1, "2 processes: the loss scale of precision=fp16 follows"),
         (
             {"quantization": "nf4", "lora_rank": 4},

@@ -38,7 +38,9 @@ def load_functions(
     functions = {}
     for option in config.own_functions:
         term = load_callable(given.get(option, getattr(config, option)), option)
-        functions[option] = replace(term, function=_explaining(option, term.function))
+        if option != "optimizer":  # a class, whose errors `optimizer_maker` explains
+            term = replace(term, function=_explaining(option, term.function))
+        functions[option] = term
     if "objective" in functions:
         try_objective(functions["objective"].function, has_ref=has_ref or config.has_reference)
     if "advantage" in functions:

@@ -1,7 +1,8 @@
 """The optimizer: parameter groups, fp32 master weights, fp16 loss scaling, clipping and schedule.
 
-`Optimizer` wraps AdamW, or any class with the interface of `torch.optim` (`optimizer:
-package.module:Class`).
+`Optimizer` wraps AdamW, or what the class or function of `optimizer` returns for the parameter
+groups, with the interface of `torch.optim`. A group has the `param_names` of its weights, by which
+it can be divided: Muon, for one, is for the matrices of layers only.
 
 Master weights. An AdamW update is often smaller than 1/256 of its weight, and bfloat16 rounds it
 away. The wrapped optimizer therefore steps an fp32 copy of each 16-bit weight, and the model's
@@ -27,6 +28,7 @@ from fastppo.models.policy import ActorCritic
 from fastppo.models.sharding import full_tensor, local_part
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import LARGEST_RATE
+from fastppo.rewards.calling import place_of
 from fastppo.rewards.loading import load_callable
 
 ADAM_BETA1 = 0.9
@@ -61,12 +63,16 @@ class Optimizer:
         own master."""
         masters = dict(zip(self.weights, self.masters, strict=True))
         self.inner = make([{**g, "params": [masters[p] for p in g["params"]]} for g in groups])
-        stepped = [id(p) for g in self.param_groups for p in g["params"]]
-        if stepped != [id(p) for p in self.masters]:
+        stepped = [p for g in self.param_groups for p in g["params"]]
+        weights = {id(master): weight for weight, master in masters.items()}
+        if sorted(map(id, stepped)) != sorted(weights):
             raise ValueError(
-                "an optimizer must keep the parameters of its groups, in the same order, got "
-                f"{len(stepped)} parameters for {len(self.masters)}"
+                f"an optimizer must keep the parameters of its groups, got {len(stepped)} "
+                f"parameters for {len(self.masters)}"
             )
+        # In the optimizer's order, by which its state is numbered.
+        self.masters = stepped
+        self.weights = [weights[id(master)] for master in stepped]
         self.scaler = scaler or GradScaler("cpu", enabled=False)
         self.overflowed_steps = 0
         self._overflowed = False
@@ -215,16 +221,22 @@ def _master(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(weight.detach().float())
 
 
-def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
+def make_optimizer(
+    model: ActorCritic, config: PPOConfig, function: Callable[..., Any] | None = None
+) -> Optimizer:
     """Return the optimizer over policy and value function.
 
     Weight decay applies to the transformers' matrices only; the value function has its own learning
     rate. Each group keeps its peak rate as `peak_lr`, so the schedule needs only the step's number.
     In an `adaptive` group, `peak_lr` is a multiple of the adapted rate.
 
+    Args:
+        function: class or function in place of AdamW. By default that of the config.
+
     Raises:
         ValueError: the class of `optimizer` does not exist, or does not take its options.
     """
+    names = {id(p): name for name, p in model.named_parameters()}
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     head = [p for p in model.value_function.head.parameters() if p.requires_grad]
     critic_layers = [
@@ -246,19 +258,23 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Optimizer:
     groups: list[dict[str, Any]] = []
     for parameters, rate, decay in kinds:
         options = {"lr": rate["peak_lr"], **rate, "weight_decay": decay}
+        param_names = [names[id(p)] for p in parameters]
         if groups and options.items() <= groups[-1].items():  # one step for both
             groups[-1]["params"].extend(parameters)
+            groups[-1]["param_names"].extend(param_names)
         elif parameters:
-            groups.append({"params": parameters, **options})
+            groups.append({"params": parameters, "param_names": param_names, **options})
     return Optimizer(
-        optimizer_maker(config),
+        optimizer_maker(config, function),
         groups,
         critic=head + critic_layers if config.value_model == "critic" else [],
         scaler=GradScaler(model.device.type, enabled=config.precision == "fp16"),
     )
 
 
-def optimizer_maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+def optimizer_maker(
+    config: PPOConfig, function: Callable[..., Any] | None = None
+) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """Return the function that makes the optimizer of the options from its parameter groups."""
     options = dict(config.optimizer_options or {})
     for name in ("lr", "weight_decay"):
@@ -277,13 +293,14 @@ def optimizer_maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch
         }
         make: Any = torch.optim.AdamW
     else:
-        make = load_callable(config.optimizer, "optimizer").function
+        make = function or load_callable(config.optimizer, "optimizer").function
 
     def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:
             optimizer: Any = make(groups, **options)
         except Exception as error:
-            raise ValueError(f"optimizer={config.optimizer}: {error}") from error
+            place = place_of(error)
+            raise ValueError(f"optimizer={config.optimizer}: {error}{place}") from error
         if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "state_dict")):
             raise ValueError(
                 f"optimizer={config.optimizer} must return a torch.optim.Optimizer, got "
@@ -299,7 +316,7 @@ def optimizer_maker(config: PPOConfig) -> Callable[[list[dict[str, Any]]], torch
     return checked
 
 
-def check_optimizer(config: PPOConfig) -> None:
+def check_optimizer(config: PPOConfig, function: Callable[..., Any] | None = None) -> None:
     """Make the optimizer over a matrix and a vector, and take a step.
 
     Raises:
@@ -308,14 +325,19 @@ def check_optimizer(config: PPOConfig) -> None:
     weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     if config.lora_rank and config.fits_value_head:
         del weights[1]  # adapters are matrices
-    group = {"lr": config.policy_rate, "peak_lr": config.policy_rate, "weight_decay": 0.0}
-    optimizer = Optimizer(optimizer_maker(config), [{"params": weights, **group}])
+    rate = config.policy_rate
+    group: dict[str, Any] = {"params": weights, "lr": rate, "peak_lr": rate, "weight_decay": 0.0}
+    group["param_names"] = ["layers.0.weight", "layers.0.bias"][: len(weights)]
+    optimizer = Optimizer(optimizer_maker(config, function), [group])
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     try:
         optimizer.step()
     except Exception as error:
-        raise ValueError(f"optimizer={config.optimizer} cannot take a step: {error}") from error
+        place = place_of(error)
+        raise ValueError(
+            f"optimizer={config.optimizer} cannot take a step: {error}{place}"
+        ) from error
 
 
 def _matrices(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -110,7 +110,7 @@ class PPOTrainer:
         environment: class or function that makes environments for multi-turn responses. By default
             the config's.
         engine: a `RolloutEngine`, or an object with its `generate`. By default the config's.
-        objective, advantage: functions or names. By default the config's.
+        objective, advantage, optimizer: functions, classes or names. By default the config's.
         callbacks: transformers' `TrainerCallback`s.
         console: console for progress and messages.
         world: the processes; by default those that torchrun started.
@@ -133,6 +133,7 @@ class PPOTrainer:
         engine: RolloutEngine | None = None,
         objective: str | Callable[..., Tensor] | None = None,
         advantage: str | Callable[..., Any] | None = None,
+        optimizer: str | Callable[..., Any] | None = None,
         callbacks: Sequence[Any] = (),
         console: Console | None = None,
         world: World | None = None,
@@ -146,7 +147,7 @@ class PPOTrainer:
             reference=reference,
             environment=environment,
             engine=engine,
-            functions={"objective": objective, "advantage": advantage},
+            functions={"objective": objective, "advantage": advantage, "optimizer": optimizer},
         )
         self.config = config = given.named_in(config)
         self.world = world_of(config, world)

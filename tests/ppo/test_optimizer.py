@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from processes import ROOT
 from tiny import CONFIGS, model_of
 from transformers import LlamaConfig
 
@@ -149,12 +150,39 @@ def test_a_custom_optimizer_gets_groups_and_options(tmp_path: Path) -> None:
         )
 
 
-def reversed_groups(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{**g, "params": g["params"][::-1]} for g in groups], **options)
+def without_the_last(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    last = groups[-1]
+    names = last["param_names"][:-1]
+    shorter = {**last, "params": last["params"][:-1], "param_names": names}
+    return torch.optim.SGD([*groups[:-1], shorter], **options)
 
 
 def flat_list(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for g in groups for p in g["params"]], **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_example_steps_layers_by_muon_and_resumes(dtype: str, tmp_path: Path) -> None:
+    """Its groups have another order than the trainer's, and so has its state."""
+    options: dict[str, Any] = {
+        "optimizer": f"{ROOT}/examples/optimizer.py:MuonAdamW",
+        "checkpoint_interval": 1,
+        "param_dtype": dtype,
+        "weight_decay": 0.01,
+    }
+    whole = make_trainer(tmp_path / "whole", model_dtype=dtype, iterations=2, **options)
+    names = {id(p): name for name, p in whole.model.named_parameters()}
+    weights = dict(zip(whole.optimizer.masters, whole.optimizer.weights, strict=True))
+    whole.train()
+    for master, weight in weights.items():
+        is_muon = "momentum_buffer" in whole.optimizer.state[master]
+        assert is_muon == (weight.dim() == 2 and "layers." in names[id(weight)])
+    for iterations in (1, 2):
+        part = {"iterations": iterations, "resume": iterations == 2}
+        cut = make_trainer(tmp_path / "cut", model_dtype=dtype, **part, **options)
+        cut.train()
+    for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_another_optimizer_cannot_resume_a_checkpoint(tmp_path: Path) -> None:
@@ -167,7 +195,7 @@ def test_another_optimizer_cannot_resume_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options", "says"),
     [
-        (f"{__file__}:reversed_groups", {}, "must keep the parameters of its groups"),
+        (f"{__file__}:without_the_last", {}, "must keep the parameters of its groups"),
         (f"{__file__}:flat_list", {}, "must keep the groups that it is given"),
         ("adamw", {"lr": 1}, "optimizer_options: lr is an option of its own, learning_rate"),
         ("adamw", {"bogus": 1}, "optimizer=adamw: .*unexpected keyword"),

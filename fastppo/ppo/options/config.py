@@ -46,7 +46,7 @@ BY_RATIO = "_by_ratio"
 
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
 
-FUNCTIONS = ("objective", "advantage")
+FUNCTIONS = ("objective", "advantage", "optimizer")
 """Options that name a built-in or a function of the user."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
@@ -561,11 +561,6 @@ def check_processes(config: PPOConfig, count: int) -> None:
         raise ValueError(f"{count} processes: async_steps=1 is for one process; use 0")
     if config.rollout == "server":
         raise ValueError(f"{count} processes: rollout=server is for one process; use vllm")
-    if config.optimizer != "adamw":
-        raise ValueError(
-            f"{count} processes shard the optimizer's state, so optimizer must be adamw, got "
-            f"{config.optimizer}"
-        )
     if config.precision == "fp16":
         raise ValueError(
             f"{count} processes: the loss scale of precision=fp16 follows the gradients of "

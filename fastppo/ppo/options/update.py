@@ -196,7 +196,7 @@ class OptimizerOptions(Options):
         "constant", "Learning rate after warmup: constant, or decay to 0 over the run"
     )
     warmup_steps: int = option(0, "Linear warmup, optimizer steps", minimum=0)
-    optimizer: str = option(
+    optimizer: str | Literal["adamw"] = option(
         "adamw",
         "adamw, or a class or function over parameter groups: package.module:Name or "
         "file.py:name, such as torchao.optim:AdamW8bit",

@@ -124,20 +124,21 @@ def build(
         options=calls,
         world=world,
     )
+    functions = {name: term.function for name, term in inputs.functions.items()}
     set_seed(config.seed)  # how many numbers were drawn depends on the number of ranks
     return RunComponents(
         device=device,
         tokenizer=inputs.tokenizer,
         model=policy,
         reference=models.reference,
-        optimizer=make_optimizer(policy, config),
+        optimizer=make_optimizer(policy, config, functions.get("optimizer")),
         engine=engine,
         sampling=make_sampling(config, inputs.tokenizer, models.stop_token_ids),
         prompts=inputs.prompts,
         curriculum=Curriculum(len(inputs.prompts or ()), config.solved_reward),
         pretraining=inputs.pretraining,
         scorer=scorer,
-        functions={name: term.function for name, term in inputs.functions.items()},
+        functions=functions,
         evaluation=Evaluation(
             inputs.held_out,
             scorer,

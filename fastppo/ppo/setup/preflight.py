@@ -164,7 +164,8 @@ def preflight(
     policy_context, context = read_contexts(config, given)
     check_packages(config)
     functions = load_functions(config, given.own_functions, has_ref=given.reference is not None)
-    check_optimizer(config)
+    own_optimizer = functions.get("optimizer")
+    check_optimizer(config, None if own_optimizer is None else own_optimizer.function)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     if config.chat_template_kwargs:
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
