@@ -244,7 +244,7 @@ def parse_command(arguments: list[str]) -> Parsed:
     file = flags.pop("config", None)
     config = _make_options(options, file, values)
     missing = [option for option in command.required if not getattr(config, option)]
-    if missing == ["rewards"] and (config.reward_ensemble or config.environment):
+    if missing == ["rewards"] and (config.reward_ensemble or config.environment or config.distills):
         missing = []
     if missing:
         parsers[name].error(f"--{missing[0]} is missing: give it as a flag or in --config FILE")

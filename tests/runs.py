@@ -17,7 +17,7 @@ from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.optimizer import Optimizer
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.config import FUNCTIONS, PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -69,7 +69,8 @@ def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) ->
     if causal_lm is None:
         causal_lm = tiny.model(architecture).to(dtype)
     parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
-    parts |= {name: options.pop(name) for name in PARTS if name in options}
+    own = [x for x in PARTS if x in options and (x not in FUNCTIONS or callable(options[x]))]
+    parts |= {name: options.pop(name) for name in own}
     config = PPOConfig(**tiny.options(tmp_path, **options))
     if timeout is not None:
         parts["world"] = join(torch.device("cpu"), timeout=timeout, shard_size=config.shard_size)

@@ -92,6 +92,16 @@ def test_python_examples_run(page: Path, workspace: Path) -> None:
         exec(compile(code, str(page), "exec"), names)
 
 
+def test_the_soft_length_penalty_is_dapos() -> None:
+    """Yu et al. 2025, eq. 13, with a limit of 4096 tokens and a buffer of 1024."""
+    names: dict[str, Callable[..., object]] = {}
+    for code in blocks(ROOT / "docs" / "reasoning.md", "python"):
+        exec(code, names)
+    lengths = [1, 3072, 3073, 3584, 4096]
+    paid = names["overlong"]([""] * 5, [""] * 5, completion_ids=[[0] * n for n in lengths])
+    assert paid == [0.0, 0.0, -1 / 1024, -0.5, -1.0]
+
+
 def test_the_readmes_diff_replaces_a_loss_by_the_same_loss() -> None:
     (code,) = blocks(ROOT / "README.md", "diff")
     before, after = (

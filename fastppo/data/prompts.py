@@ -42,6 +42,18 @@ class Prompts:
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Prompts]) -> Prompts:
+        """Concatenate prompts with the same columns."""
+        return cls(
+            [prompt for part in parts for prompt in part.prompts],
+            [ids for part in parts for ids in part.token_ids],
+            {
+                name: [value for part in parts for value in part.columns[name]]
+                for name in parts[0].columns
+            },
+        )
+
 
 def encode_prompts(
     rows: Rows,

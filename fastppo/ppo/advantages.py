@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +123,8 @@ def make_advantages(
 
     Advantages are 0 if all responses have about the same score, or if they are only rounding
     errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of the value
-    function otherwise.
+    function otherwise. With truncated=mask, truncated responses have advantages of 0 and count only
+    in the baselines of `rloo` and `group`.
 
     Args:
         scores: rewards at the last tokens and within the responses.
@@ -137,6 +138,7 @@ def make_advantages(
     within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
         kl_coef = 0.0
+    kl_only = not scores.has_rewards and kl_coef > 0
     if ref_stats.exact_kl is not None:
         penalty = -kl_coef * ref_stats.exact_kl
         within = penalty if within is None else within + penalty
@@ -158,17 +160,73 @@ def make_advantages(
         values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
     )
+    if options.truncated == "mask":
+        return _masked_estimates(
+            rewarded, scores, options, truncated, score_scale, kl_only, function
+        )
+    estimates = _estimates(rewarded, options, function)
+    advantages = _with_signal(
+        estimates.advantages, estimates.spread, scores.total, options, score_scale, kl_only
+    )
+    return estimates._replace(advantages=advantages)
+
+
+def _estimates(
+    rewarded: RewardedBatch, options: PPOConfig, function: Callable[..., Any] | None
+) -> BatchAdvantages:
     if function is not None:
-        estimates = _own_estimates(rewarded, options, function)
-    elif options.advantage in ONE_PER_RESPONSE:
-        estimates = _response_advantages(rewarded, options)
-    elif options.advantage == "turn_gae":
-        estimates = _turn_advantages(rewarded, options)
-    else:
-        estimates = _token_advantages(rewarded, options)
-    advantages = estimates.advantages
+        return _own_estimates(rewarded, options, function)
+    if options.advantage in ONE_PER_RESPONSE:
+        return _response_advantages(rewarded, options)
+    if options.advantage == "turn_gae":
+        return _turn_advantages(rewarded, options)
+    return _token_advantages(rewarded, options)
+
+
+def _masked_estimates(
+    rewarded: RewardedBatch,
+    scores: Scores,
+    options: PPOConfig,
+    truncated: Sequence[bool],
+    score_scale: ScoreScale | None,
+    kl_only: bool,
+    function: Callable[..., Any] | None,
+) -> BatchAdvantages:
+    """Whiten over the finished responses. The others have advantages of 0."""
+    estimates = _estimates(rewarded, replace(options, whiten_advantages="none"), function)
+    advantages = torch.zeros_like(estimates.advantages)
+    finished = ~torch.tensor(truncated)
+    if not finished.any():
+        return estimates._replace(advantages=advantages, spread=advantages.sum())
+    batch = rewarded.batch
+    index = on_device(finished.repeat_interleave(batch.written_lengths), batch.device)
+    learned = estimates.advantages[index]
+    spread = learned.std(correction=0)
+    learned = _with_signal(
+        _whitened(learned, options), spread, scores.total[finished], options, score_scale, kl_only
+    )
+    advantages[index] = learned
+    return estimates._replace(advantages=advantages, spread=spread)
+
+
+def _with_signal(
+    advantages: Tensor,
+    spread: Tensor,
+    totals: Tensor,
+    options: PPOConfig,
+    score_scale: ScoreScale | None,
+    kl_only: bool,
+) -> Tensor:
+    """Return the advantages [n], scaled for `variance` and by the floor, 0 without a signal.
+
+    Args:
+        spread: standard deviation before whitening, 0-d.
+        totals: scores of the responses, reward units.
+        score_scale: see `make_advantages`.
+        kl_only: there is no reward, and the KL is the signal.
+    """
     if options.whiten_advantages == "full":
-        size = estimates.spread
+        size = spread
     else:
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
@@ -179,12 +237,12 @@ def make_advantages(
         advantages = advantages * (size / floor).clamp(max=1)
     # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
-    deviation = scores.total.std(correction=0).item()
-    if len(batch) > 1 and deviation <= max(floor, ROUNDING):
+    deviation = totals.std(correction=0).item()
+    if len(totals) > 1 and deviation <= max(floor, ROUNDING) and not kl_only:
         advantages = 0.0 * advantages
     if deviation > ROUNDING and math.isfinite(deviation):
         score_scale.add(deviation)
-    return estimates._replace(advantages=advantages)
+    return advantages
 
 
 def monte_carlo_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:

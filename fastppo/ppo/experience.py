@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,18 @@ class Responses(NamedTuple):
     prompts: Prompts
     rollout: Rollout
     scores: Scores
+
+    def select(self, rows: Sequence[int]) -> Responses:
+        """Return the given rows, in that order."""
+        return Responses(
+            self.prompts.select(rows), self.rollout.select(rows), self.scores.select(rows)
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Responses]) -> Responses:
+        """Concatenate the responses of several draws."""
+        prompts, rollouts, scores = zip(*parts, strict=True)
+        return cls(Prompts.joined(prompts), Rollout.joined(rollouts), Scores.joined(scores))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +60,8 @@ class Experience:
     """Score of each token's response, before normalization."""
     token_weights: Tensor | None = None
     """Weight of each token in its minibatch's loss."""
+    masked: Tensor | None = None
+    """[B] bool on the CPU, responses left out of the loss. None means that all are in it."""
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -57,7 +71,14 @@ class Experience:
         lengths = self.batch.written_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         per_token = {name: value[index] for name, value in self._per_token().items()}
-        return Experience(self.batch.select(rows), **per_token)
+        masked = None if self.masked is None else self.masked[rows]
+        return Experience(self.batch.select(rows), **per_token, masked=masked)
+
+    def in_loss(self) -> Experience:
+        """Drop the masked sequences. If all are masked, they stay, with weights of 0."""
+        if self.masked is None or self.masked.all() or not self.masked.any():
+            return self
+        return replace(self.select((~self.masked).nonzero()[:, 0]), masked=None)
 
     def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
         """Split into at most `count` minibatches of about equal size, each with its loss weights.
@@ -78,6 +99,8 @@ class Experience:
         minibatches = []
         for i, batch in enumerate(shuffled.batch.split(sizes)):
             minibatch = Experience(batch, **{name: parts[i] for name, parts in per_token.items()})
+            if shuffled.masked is not None:
+                minibatch = replace(minibatch, masked=shuffled.masked.split(sizes)[i])
             minibatches.append(minibatch.weighted(aggregation))
         return minibatches
 
@@ -101,11 +124,12 @@ class Experience:
 
     def weighted(self, aggregation: str) -> Experience:
         """Return a copy with each token's weight in a loss over the whole batch."""
-        weights = token_weights(self.batch.written_lengths, aggregation)
+        weights = token_weights(self.batch.written_lengths, aggregation, self.masked)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def _per_token(self) -> dict[str, Tensor]:
-        return {name: value for name, value in _tensors(self).items() if name != "batch"}
+        tensors = _tensors(self)
+        return {name: tensors[name] for name in tensors if name not in ("batch", "masked")}
 
 
 def _tensors(record: Any) -> dict[str, Any]:
@@ -114,8 +138,13 @@ def _tensors(record: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def token_weights(lengths: Tensor, aggregation: str) -> Tensor:
-    """Return the weights [N] fp32 of packed response tokens, from the lengths [B]."""
+def token_weights(lengths: Tensor, aggregation: str, masked: Tensor | None = None) -> Tensor:
+    """Return the weights [N] fp32 of packed response tokens, from the lengths [B].
+
+    Args:
+        masked: [B] bool, responses with weights of 0.
+    """
     longest = int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
-    return aggregation_weights(mask, aggregation)[mask]
+    in_loss = mask if masked is None else mask & ~masked.unsqueeze(1)
+    return aggregation_weights(in_loss, aggregation)[mask]

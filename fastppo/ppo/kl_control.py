@@ -1,4 +1,4 @@
-"""Controllers of β, the coefficient of a KL, from one iteration to the next."""
+"""Controllers of a coefficient, β of a KL or that of the entropy, between iterations."""
 
 from __future__ import annotations
 
@@ -45,3 +45,39 @@ class PenaltyKL:
             self.coef *= 2
         elif kl < self.target / 1.5:
             self.coef /= 2
+
+
+ENTROPY_STEP = 0.005
+"""Change of the entropy coefficient per iteration. Source: He et al. 2025; the default of TRL."""
+
+LARGEST_ENTROPY_COEF = 1.0
+"""The default of TRL."""
+
+
+@dataclass(slots=True)
+class EntropyControl:
+    """Coefficient of the entropy bonus that holds the entropy up to a target.
+
+    After an iteration, c ← clip(c ± 0.005, 0, 1): up if its entropy was at most the target, down
+    otherwise. The next iteration uses c in the first case, and 0 in the second.
+
+    Source: He et al. 2025 (Skywork-OR1, arXiv:2505.22312).
+    """
+
+    accumulated: float
+    """c"""
+    target: float
+    """Nats per token."""
+    is_low: bool = False
+    """Whether the latest entropy was at most the target."""
+
+    @property
+    def coef(self) -> float:
+        """The coefficient to use."""
+        return self.accumulated if self.is_low else 0.0
+
+    def update(self, entropy: float) -> None:
+        """`entropy`: mean over an iteration's update, nats per token."""
+        self.is_low = entropy <= self.target
+        moved = self.accumulated + (ENTROPY_STEP if self.is_low else -ENTROPY_STEP)
+        self.accumulated = min(max(moved, 0.0), LARGEST_ENTROPY_COEF)

@@ -195,7 +195,8 @@ class PhaseTimer:
         start = time.perf_counter()
         with explain_out_of_memory(phase, self.options):
             yield
-        self.seconds[phase] = time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def metrics(self, tokens: int, world: World) -> dict[str, float]:
         """Return the seconds of each phase, of the slowest rank, and response tokens per second."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fastppo.functional.scalars import counted
 from fastppo.ppo.advantages import ScoreScale
 from fastppo.ppo.evaluation import BestEvaluations
-from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.run import WARNINGS
 from fastppo.ppo.rate_control import AdaptiveRate, FixedRate
@@ -56,6 +56,8 @@ class RunState:
     policy_kl_control: PenaltyKL
     """β of the KL to the rollout policy, for objective=penalty."""
     watch: Watch
+    entropy_control: EntropyControl | None = None
+    """With a target in `schedules`."""
     value_regression: ValueRegression | None = None
     """For a closed-form value head. `state_dict` does not contain its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
@@ -85,24 +87,34 @@ class RunState:
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
+            entropy_control=_entropy_control(config),
             value_regression=ValueRegression() if config.fits_value_head else None,
             rate_control=AdaptiveRate() if config.is_adaptive else FixedRate(),
         )
 
-    def begin_iteration(self, options: PPOConfig) -> None:
-        """Set the coefficients of an iteration from its options."""
+    def begin_iteration(self, options: PPOConfig) -> PPOConfig:
+        """Set the coefficients of an iteration from its options; return the adapted options."""
         if isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = options.kl_coef
+        if self.entropy_control is not None:
+            options = replace(options, entropy_coef=self.entropy_control.coef)
+        return options
 
-    def move_kl_coef(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
-        """Update β of the KL in the reward.
+    def move_coefficients(
+        self, metrics: Mapping[str, float], sequences: int, options: PPOConfig
+    ) -> None:
+        """Update β of the KL in the reward, and the coefficient of the entropy.
 
         Args:
-            kl: mean KL to the reference, nats per sequence; None without a reference.
+            metrics: `entropy`, and with a reference `kl`, the mean in nats per sequence.
             sequences: number of sequences in the mean.
         """
-        if kl is not None and not self.is_value_warmup(options):
-            self.kl_control.update(kl, sequences)
+        if self.is_value_warmup(options):
+            return
+        if "kl" in metrics:
+            self.kl_control.update(metrics["kl"], sequences)
+        if self.entropy_control is not None:
+            self.entropy_control.update(metrics["entropy"])
 
     def count_still(self, approx_kl: float, options: PPOConfig) -> int:
         """Count an update that did not move the policy, and return their number in a row.
@@ -169,6 +181,7 @@ class RunState:
             **{name: getattr(self, name) for name in COUNTERS},
             "kl_coef": self.kl_control.coef,
             "policy_kl_coef": self.policy_kl_control.coef,
+            "entropy_control": self.entropy_control and asdict(self.entropy_control),
             "score_scale": asdict(self.score_scale),
             "usual_scores": asdict(self.usual_scores),
             "rate_control": self.rate_control.state_dict(),
@@ -185,6 +198,9 @@ class RunState:
         if not isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
+        if self.entropy_control is not None and state.get("entropy_control"):
+            saved = EntropyControl(**state["entropy_control"])
+            self.entropy_control = replace(saved, target=self.entropy_control.target)
         self.score_scale = RunningScale(**state["score_scale"])
         self.usual_scores = ScoreScale(**state["usual_scores"])
         self.rate_control.load_state_dict(state["rate_control"])
@@ -200,6 +216,11 @@ def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
     if config.kl_controller == "penalty":
         return PenaltyKL(config.kl_coef, config.kl_target)
     return FixedKL(config.kl_coef)
+
+
+def _entropy_control(config: PPOConfig) -> EntropyControl | None:
+    target = config.entropy_target
+    return None if target is None else EntropyControl(config.entropy_coef, target)
 
 
 def _watch(config: PPOConfig) -> Watch:

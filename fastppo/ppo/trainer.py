@@ -38,6 +38,7 @@ from fastppo.data.world import World
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.critic import train_critic, value_loss
+from fastppo.ppo.dynamic_sampling import with_replacements
 from fastppo.ppo.evaluation import evaluate_policy
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.given_responses import TokenRows, given_responses
@@ -65,6 +66,7 @@ from fastppo.ppo.out_of_memory import MicrobatchLimits, explain_out_of_memory
 from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR
 from fastppo.ppo.reporter import Reporter
 from fastppo.ppo.setup.build import build, world_of
+from fastppo.ppo.setup.checks import check_can_train
 from fastppo.ppo.setup.preflight import Given
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
@@ -85,6 +87,8 @@ class Iteration(NamedTuple):
     metrics: dict[str, float]
     responses: Responses
     experience: Experience
+    drawn: Responses
+    """`responses`, and those that dynamic sampling replaced."""
 
 
 class MicrobatchLoss(NamedTuple):
@@ -205,39 +209,57 @@ class PPOTrainer:
             RolloutError: the engine returned no responses; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
-        if self.prompts is None or not (self.scorer.terms or self.episode_runner.has_rewards):
-            raise ValueError("train() needs prompts and at least one reward; step() needs neither")
+        check_can_train(self)
         return TrainingRun(self).run()
 
     # ------------------------------------------------------------------------------ the algorithm
 
     def iterate(
-        self, prompts: Prompts, options: PPOConfig, timer: PhaseTimer | None = None
+        self,
+        prompts: Prompts,
+        options: PPOConfig,
+        timer: PhaseTimer | None = None,
+        more_prompts: Callable[[int], Prompts] | None = None,
     ) -> Iteration:
         """Run one PPO iteration on a batch of prompts.
 
         Args:
             options: the config with this iteration's schedules applied; see `begin_iteration`.
             timer: times each phase, and may end the iteration between phases.
+            more_prompts: returns the next prompts, for dynamic sampling.
 
         Raises:
             PhaseEndedError: `timer` was asked to stop; no weight has changed.
         """
         timer = timer or PhaseTimer(options)
-        with timer("generate"):
-            prompts, rollout = self.episode_runner.run(prompts, self.engine, self.sampling)
-        with timer("score"):
-            scores = self.score(prompts, rollout, options)
+
+        def respond(prompts: Prompts) -> Responses:
+            with timer("generate"):
+                prompts, rollout = self.episode_runner.run(prompts, self.engine, self.sampling)
+            with timer("score"):
+                return Responses(prompts, rollout, self.score(prompts, rollout, options))
+
+        responses = drawn = respond(prompts)
+        if options.dynamic_sampling and more_prompts is not None:
+            responses, drawn = with_replacements(
+                responses,
+                lambda count: respond(more_prompts(count)),
+                samples=options.samples_per_prompt,
+                rounds=options.dynamic_sampling,
+            )
+        prompts, rollout, scores = responses
         with timer("experience"):
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
         with timer("update"), self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
+        self.state.move_coefficients(metrics, len(experience), options)
 
+        if options.dynamic_sampling:
+            metrics["prompts_drawn"] = len(drawn.prompts) / options.samples_per_prompt
         metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)
-        return Iteration(metrics, Responses(prompts, rollout, scores), experience)
+        return Iteration(metrics, responses, experience, drawn)
 
     def score(
         self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None
@@ -309,6 +331,7 @@ class PPOTrainer:
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
             scores=token_scores,
+            masked=torch.tensor(rollout.truncated) if options.truncated == "mask" else None,
         )
         metrics = experience_metrics(experience, estimates.spread, options)
         metrics |= score_metrics | old.metrics
@@ -323,6 +346,7 @@ class PPOTrainer:
         learning_rate=auto, an update that moves the policy much too far is undone.
         """
         state = self.state
+        experience = experience.in_loss()
         state.has_signal = bool(experience.advantages.any())
         skipped_before = state.skipped_steps
         overflowed_before = self.optimizer.overflowed_steps
@@ -541,9 +565,7 @@ class PPOTrainer:
         interval = self.config.reference_refresh
         if self.reference is not None and interval and iteration and iteration % interval == 0:
             self.reference.refresh()
-        options = self.config.at(iteration)
-        self.state.begin_iteration(options)
-        return options
+        return self.state.begin_iteration(self.config.at(iteration))
 
     # ------------------------------------------------------------ responses generated elsewhere
 
@@ -601,7 +623,7 @@ class PPOTrainer:
         )
         with self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
+        self.state.move_coefficients(metrics, len(experience), options)
         metrics["reward"] = given.scores.total.mean().item()
         metrics |= rollout_health(given.rollout.written_tokens, given.scores.total)
         self.reporter.watch(self.state, metrics)

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from fastppo.data.prompts import Prompts
 from fastppo.models.device import device_name
 from fastppo.ppo.curriculum import Chosen
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
@@ -233,9 +234,18 @@ class TrainingRun:
         before = trainer.evaluation.before_update(trainer)
         if options.async_steps:
             trainer.engine.prepare(self._prompts_after(chosen))
-        iteration = trainer.iterate(prompts, options, PhaseTimer(options, self._stop_before))
+
+        def more_prompts(count: int) -> Prompts:
+            nonlocal chosen
+            following = self._following(chosen, count)
+            chosen = Chosen(chosen.rows + following.rows, following.position)
+            prompts: Prompts = trainer.prompts.select(following.rows)
+            return prompts
+
+        timer = PhaseTimer(options, self._stop_before)
+        iteration = trainer.iterate(prompts, options, timer, more_prompts)
         metrics: dict[str, float] = before | iteration.metrics
-        metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
+        metrics |= trainer.curriculum.take(chosen, iteration.drawn.scores, self.state)
         requested = self.callbacks.take("should_evaluate")
         try:
             metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
@@ -252,16 +262,20 @@ class TrainingRun:
 
     def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
         """Return the token ids of the next iteration's prompts; none after the last."""
-        number = self.state.iteration + 1
-        if number == self.config.iterations:
+        if self.state.iteration + 1 == self.config.iterations:
             return []
-        following = self.trainer.curriculum.at(
-            replace(self.state, iteration=number, prompts_seen=chosen.position),
-            self.config.prompts_per_iteration,
+        following = self._following(chosen, self.config.prompts_per_iteration)
+        return self.trainer.prompts.select(following.rows).token_ids
+
+    def _following(self, chosen: Chosen, count: int) -> Chosen:
+        """Return the next `count` prompts after the chosen ones."""
+        following: Chosen = self.trainer.curriculum.at(
+            replace(self.state, prompts_seen=chosen.position),
+            count,
             self.config.seed,
             self.config.samples_per_prompt,
         )
-        return self.trainer.prompts.select(following.rows).token_ids
+        return following
 
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:

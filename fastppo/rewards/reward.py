@@ -126,6 +126,14 @@ class Scored(list[float]):
             disagreement = [value for part in parts for value in part.disagreement or ()]
         return cls([value for part in parts for value in part], steps, disagreement)
 
+    def select(self, rows: Sequence[int]) -> Scored:
+        """Return the rewards of the given completions, in that order."""
+        return Scored(
+            [self[row] for row in rows],
+            None if self.steps is None else [self.steps[row] for row in rows],
+            None if self.disagreement is None else [self.disagreement[row] for row in rows],
+        )
+
     @property
     def or_none(self) -> list[float | None]:
         """[B] The totals, with None where the reward does not apply."""

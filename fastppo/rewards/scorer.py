@@ -42,6 +42,8 @@ class Scores:
     """Trained rewards by name, unweighted."""
     monitors: Mapping[str, Scored] = field(default_factory=dict)
     """Rewards that are only logged, by name."""
+    has_rewards: bool = True
+    """False in a run without rewards, which trains on the KL alone."""
 
     @property
     def total(self) -> Tensor:
@@ -60,6 +62,7 @@ class Scores:
             self,
             within=per_token if self.within is None else self.within + per_token,
             terms={name: Scored(totals), **self.terms},
+            has_rewards=True,
         )
 
     def with_eos_penalty(
@@ -110,7 +113,7 @@ class Scores:
         """
         total = self.total
         metrics = {"reward": total.mean().item()}
-        if len(total) > 1:
+        if len(total) > 1 and self.has_rewards:
             metrics["reward_std"] = total.std(correction=0).item()
         means = {name: scored.mean for name, scored in self._by_metric.items()}
         metrics |= {name: mean for name, mean in means.items() if mean is not None}
@@ -132,6 +135,21 @@ class Scores:
         terms = {f"reward/{name}": scored for name, scored in self.terms.items()}
         return terms | {f"monitor/{name}": scored for name, scored in self.monitors.items()}
 
+    def select(self, rows: Sequence[int]) -> Scores:
+        """Return the scores of the given responses, in that order."""
+        within = None
+        if self.within is not None:
+            tokens = self.within.split(list(self.lengths))
+            within = torch.cat([tokens[row] for row in rows])
+        return replace(
+            self,
+            last=self.last[list(rows)],
+            within=within,
+            lengths=[self.lengths[row] for row in rows],
+            terms={name: scored.select(rows) for name, scored in self.terms.items()},
+            monitors={name: scored.select(rows) for name, scored in self.monitors.items()},
+        )
+
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
         """Concatenate the scores of several batches."""
@@ -151,6 +169,7 @@ class Scores:
             lengths=[length for part in parts for length in part.lengths],
             terms=_joined([part.terms for part in parts]),
             monitors=_joined([part.monitors for part in parts]),
+            has_rewards=parts[0].has_rewards,
         )
 
     def _sum_by_response(self, within: Tensor) -> Tensor:
@@ -254,6 +273,7 @@ class Scorer:
             lengths=[sum(row) for row in written],
             terms=terms,
             monitors=monitors,
+            has_rewards=bool(self.terms),
         )
 
     def _scored(self, terms: Sequence[RewardTerm], samples: Samples) -> dict[str, Scored]:

@@ -130,6 +130,16 @@ class Rollout:
         """Return the turns of a response for a log record; empty without an environment."""
         return {} if self.turns is None else {"turns": self.turns[row]}
 
+    def select(self, rows: Sequence[int]) -> Rollout:
+        """Return the responses of the given rows, in that order."""
+        selected: dict[str, Any] = {}
+        for name, value in ((x.name, getattr(self, x.name)) for x in fields(self)):
+            if value is None or isinstance(value, Tensor):
+                selected[name] = None if value is None else value[list(rows)]
+            else:
+                selected[name] = [value[row] for row in rows]
+        return Rollout(**selected)
+
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """Concatenate the responses of several batches of prompts."""

@@ -112,6 +112,49 @@ def test_a_chat_has_its_templates_text_between_two_turns() -> None:
     assert engine.asked[2] == [ids]
 
 
+def test_a_template_that_strips_thoughts_leaves_sampled_tokens() -> None:
+    """Like Qwen3's, it drops the thought of every turn before the latest user message."""
+    template = (
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% set text = m['content'] %}"
+        "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}"
+        "{% set text = text.split('w31')[-1] | trim %}{% endif %}"
+        "{{ {'user': 'w20', 'assistant': 'w21'}[m['role']] }} {{ text }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}w21{% endif %}"
+    )
+
+    class Twice(Echo):
+        turns = 3
+
+        def step(self, text: str) -> Any:
+            _, reward, done = super().step(text)
+            return "w9", reward, done
+
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.chat_template = template
+    thought = tokenizer("w30 w8 w31", add_special_tokens=False)["input_ids"]
+    turns = [[*thought, 7, 1], [*thought, 8, 1], [*thought, 9, 1]]
+    engine = Scripted(turns)
+    opening = [{"role": "user", "content": "w5"}]
+    first = tokenizer.apply_chat_template(opening, add_generation_prompt=True, return_dict=False)
+    _, rollout = Turns(Twice, tokenizer, max_turns=4).run(
+        Prompts([opening], [first], {}), engine, Sampling(max_new_tokens=8, stop_token_ids=(1,))
+    )
+    between = tokenizer("w20 w9 <eos> w21", add_special_tokens=False)["input_ids"]
+    response = [*turns[0], *between, *turns[1], *between, *turns[2]]
+    assert rollout.tokens == [response]
+    assert rollout.written_tokens == [[*turns[0], *turns[1], *turns[2]]]
+    assert engine.asked[2] == [[*first, *turns[0], *between, *turns[1], *between]]
+    # Rendered again, the conversation would have lost both thoughts.
+    messages = [*opening]
+    for answer in ("w30 w8 w31 w4", "w30 w8 w31 w5"):
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": "w9"})
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert len(ids) == len(engine.asked[2][0]) - 2 * len(thought)
+
+
 @pytest.mark.parametrize("from_reset", [True, False])
 def test_turns_start_with_the_system_message(from_reset: bool) -> None:
     messages = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]

@@ -34,9 +34,11 @@ def _made(
     ref: torch.Tensor | None = None,
     exact_kl: torch.Tensor | None = None,
     kl_coef: float = 0.0,
+    masks: bool = False,
     **options: Any,
 ) -> BatchAdvantages:
-    config = PPOConfig(advantage=kind, **{"whiten_advantages": "none", **options})
+    options = {"whiten_advantages": "none", "truncated": "mask" if masks else "learn", **options}
+    config = PPOConfig(advantage=kind, **options)
     return make_advantages(
         BATCH,
         Scores(SCORES) if rewards is None else rewards,
@@ -75,6 +77,7 @@ GROUPED_OLD = OldPolicy(torch.linspace(-3, -1, 8), torch.linspace(5, -5, 8), Non
 def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> BatchAdvantages:
     """Two responses to each of two prompts."""
     ref = options.pop("ref", None)
+    cut = options.pop("cut", [False] * 4)
     config = PPOConfig(
         advantage=kind,
         **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": "none", **options},
@@ -83,7 +86,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         GROUPED,
         Scores(scores),
         config,
-        truncated=[False] * 4,
+        truncated=cut,
         old=GROUPED_OLD,
         ref_stats=ReferenceStats(ref),
         kl_coef=options.get("kl_coef", 0.0),
@@ -361,3 +364,46 @@ def test_the_exact_kl_in_the_reward(tmp_path: Path) -> None:
     wanted = scores - 0.4 * torch.stack([part.sum() for part in kl.split([5, 3, 1])])
     first = batch.cu_seqlens[:-1]
     torch.testing.assert_close(experience.returns[first], wanted, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------ truncated responses
+
+
+@pytest.mark.parametrize("whitening", ["none", "variance", "full"])
+@pytest.mark.parametrize("kind", ["gae", "sequence", "turn_gae"])
+def test_masked_responses_do_not_change_the_others(kind: str, whitening: str) -> None:
+    """The others have the advantages of a batch without them."""
+    cut = (False, False, True)
+    made = _made(kind, truncated=cut, masks=True, whiten_advantages=whitening)
+    others = make_advantages(
+        BATCH.select(torch.tensor([0, 1])),
+        Scores(SCORES[:2]),
+        PPOConfig(advantage=kind, whiten_advantages=whitening),
+        truncated=(False, False),
+        old=OldPolicy(OLD.logprobs[:8], OLD.values[:8], None),
+        ref_stats=ReferenceStats(),
+        kl_coef=0.0,
+    )
+    torch.testing.assert_close(made.advantages[:8], others.advantages)
+    torch.testing.assert_close(made.spread, others.spread)
+    assert made.advantages[8:].tolist() == [0.0]
+
+
+def test_masked_responses_count_in_the_baseline() -> None:
+    made = _of_groups("rloo", truncated="mask", cut=[False, True, False, False])
+    torch.testing.assert_close(made.advantages, _each([3.0, 0.0, 0.0, 0.0]))
+
+
+def test_a_batch_of_masked_responses_has_no_signal() -> None:
+    made = _made("gae", truncated=(True, True, True), masks=True)
+    assert not made.advantages.any()
+    assert made.spread == 0
+
+
+def test_without_rewards_the_kl_is_the_signal() -> None:
+    nothing = Scores(torch.zeros(3), has_rewards=False)
+    made = _made("reinforce", rewards=nothing, vf_coef=0.0, ref=REF, kl_coef=2.0, gamma=0.0)
+    torch.testing.assert_close(made.advantages, -2 * (OLD.logprobs - REF))
+    assert not _made("gae", rewards=nothing, ref=REF, kl_coef=0.0).advantages.any()
+    equal = Scores(torch.zeros(3))
+    assert not _made("reinforce", rewards=equal, vf_coef=0.0, ref=REF, kl_coef=2.0).advantages.any()

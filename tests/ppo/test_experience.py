@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,3 +88,26 @@ def test_ranks_run_equally_many_microbatches(limits: Limits) -> None:
     assert weights.sum().item() == pytest.approx(1)
     values = torch.cat([micro.old_values for parts in by_rank for micro in parts])
     assert values[weights > 0].sort().values.tolist() == [*range(10, 16)]
+
+
+# ------------------------------------------------------------------------------ truncated responses
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [0.2] * 3 + [0.0] + [0.2] * 2),
+        ("seq-mean-token-mean", [1 / 6] * 3 + [0.0] + [0.25] * 2),
+    ],
+)
+def test_masked_responses_have_no_weight(aggregation: str, expected: list[float]) -> None:
+    masked = replace(_experience(), masked=torch.tensor([False, True, False]))
+    torch.testing.assert_close(masked.weighted(aggregation).token_weights, torch.tensor(expected))
+
+
+def test_masked_responses_leave_the_update() -> None:
+    masked = replace(_experience(), masked=torch.tensor([False, True, False]))
+    assert masked.in_loss().old_values.tolist() == [10.0, 11.0, 12.0, 14.0, 15.0]
+    everything = replace(_experience(), masked=torch.tensor([True] * 3)).in_loss()
+    (minibatch,) = everything.minibatches(torch.arange(3), 1, "token-mean")
+    assert not minibatch.token_weights.any()

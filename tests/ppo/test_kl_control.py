@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import published_formulas as paper
 import pytest
 import tiny
+import torch
 
-from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
 
@@ -54,3 +56,19 @@ def test_the_penalty_coefficient_doubles_or_halves(
     metrics = trainer.train()
     assert metrics["policy_kl_coef"] == 1.0
     assert trainer.state.policy_kl_control.coef == pytest.approx(factor)
+
+
+def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
+    """`GRPOTrainer` of TRL 1.16 with `use_adaptive_entropy`, one optimizer step per iteration."""
+    control = EntropyControl(0.01, target=1.5)
+    coef, last = 0.01, math.inf
+    generator = torch.Generator().manual_seed(0)
+    applied = set()
+    for entropy in (3 * torch.rand(300, generator=generator)).tolist() + [0.1] * 300:
+        wanted = coef if last <= 1.5 else 0.0
+        assert control.coef == wanted
+        applied.add(wanted)
+        control.update(entropy)
+        coef = min(coef + 0.005, 1.0) if entropy <= 1.5 else max(coef - 0.005, 0.0)
+        last = entropy
+    assert {0.0, 1.0} < applied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,11 @@ def test_an_iteration_starts_with_its_scheduled_coefficient() -> None:
 def test_a_coefficient_is_constant_without_kl_or_during_warm_up() -> None:
     options = PPOConfig(kl_controller="penalty", kl_coef=0.1, value_warmup_iterations=1)
     state = RunState.of(options)
-    state.move_kl_coef(60.0, 16, options)
+    state.move_coefficients({"kl": 60.0}, 16, options)
     state.iteration += 1
-    state.move_kl_coef(None, 16, options)
+    state.move_coefficients({}, 16, options)
     assert state.kl_control.coef == 0.1
-    state.move_kl_coef(60.0, 16, options)
+    state.move_coefficients({"kl": 60.0}, 16, options)
     assert state.kl_control.coef == 0.2
 
 
@@ -216,3 +216,22 @@ def test_the_message_names_the_nonfinite_numbers() -> None:
     numbers = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
     assert state.skip_step(numbers) == "optimizer step 18: grad_norm inf; skipped"
     assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)
+
+
+def test_the_entropy_coefficient_follows_its_target_and_resumes() -> None:
+    options = PPOConfig(entropy_coef=0.01, schedules=["entropy_coef=target:1.5"])
+    state = RunState.of(options)
+    assert state.begin_iteration(options.at(0)).entropy_coef == 0
+    state.move_coefficients({"entropy": 1.2}, 16, options)
+    assert state.begin_iteration(options.at(1)).entropy_coef == pytest.approx(0.015)
+    resumed = RunState.of(options)
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.entropy_control == state.entropy_control
+    resumed.move_coefficients({"entropy": 1.6}, 16, options)
+    assert resumed.begin_iteration(options.at(2)).entropy_coef == 0
+    changed = replace(options, schedules=["entropy_coef=target:2"])
+    resumed = RunState.of(changed)
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.entropy_control.target == 2, "the options' target"
+    with pytest.raises(ValueError, match="the shape must be one of constant, linear, cosine"):
+        PPOConfig(schedules=["kl_coef=target:1"])

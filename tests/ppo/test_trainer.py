@@ -36,6 +36,7 @@ from runs import (
     records,
     tensors_of,
     update_gradients,
+    weights_of,
 )
 
 # ------------------------------------------------------------------------------------------- a run
@@ -625,3 +626,42 @@ def test_evaluate_uses_the_current_policy(tmp_path: Path) -> None:
     assert result["response_length"] <= trainer.config.max_new_tokens
     again = trainer.evaluate(prompts)
     assert again["completions"] == result["completions"], "the same seed draws the same"
+
+
+def test_masked_responses_change_no_weight(tmp_path: Path) -> None:
+    """A run that masks its truncated responses learns from the finished ones alone."""
+    changed = {}
+    runs = {"mask": ("mask", 0.0), "same": ("mask", 9.0), "learn": ("learn", 0.0)}
+    for name, (truncated, reward) in runs.items():
+
+        def pay(prompts: list[str], completions: list[str], reward: float = reward) -> list[float]:
+            shares = tiny.count_w7(prompts, completions)
+            long = [len(completion.split()) == 8 for completion in completions]
+            return [reward if cut else x for x, cut in zip(shares, long, strict=True)]
+
+        trainer = make_trainer(
+            tmp_path / name,
+            rewards=[pay],
+            truncated=truncated,
+            max_new_tokens=8,
+            rollout_batch_size=32,
+            value_head="gradient",
+            iterations=2,
+        )
+        trainer.train()
+        lines = records(trainer)
+        assert 0 < lines[0]["eos_rate"] < 1
+        changed[name] = weights_of(trainer)
+    pairs = zip(changed["mask"], changed["same"], strict=True)
+    assert all(torch.equal(*pair) for pair in pairs), "their rewards do not matter"
+    pairs = zip(changed["mask"], changed["learn"], strict=True)
+    assert not all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_batch_without_a_finished_response_has_no_gradient(tmp_path: Path) -> None:
+    options = {"truncated": "mask", "stop_token_ids": [], "max_new_tokens": 4, "iterations": 1}
+    trainer = make_trainer(tmp_path, **options)
+    before = weights_of(trainer)
+    trainer.train()
+    assert records(trainer)[0]["eos_rate"] == 0
+    assert all(map(torch.equal, before, weights_of(trainer)))

@@ -23,6 +23,7 @@ from fastppo.ppo.options.rewards import RewardOptions, TurnOptions
 from fastppo.ppo.options.rollout import RolloutOptions, check_stop_strings
 from fastppo.ppo.options.run import RunOptions, WatchOptions
 from fastppo.ppo.options.update import (
+    TARGET,
     AdvantageOptions,
     KLOptions,
     OptimizerOptions,
@@ -126,15 +127,22 @@ class PPOConfig(
                 raise ValueError(f"{name} has an effect only with {needs}")
 
     def at(self, iteration: int) -> PPOConfig:
-        """Return the options of one iteration, with the schedules applied."""
+        """Return the options of one iteration, with the schedules applied, except for targets."""
         if not self.schedules:
             return self
         progress = min(1.0, iteration / max(1, self.iterations - 1))
         changed = {
             schedule.name: schedule.value(getattr(self, schedule.name), progress)
             for schedule in map(Schedule.parse, self.schedules)
+            if schedule.shape != TARGET
         }
         return replace(self, **changed)  # type: ignore[arg-type]
+
+    @property
+    def entropy_target(self) -> float | None:
+        """Target of the entropy, nats per token, which `entropy_coef` is adapted to."""
+        schedules = map(Schedule.parse, self.schedules)
+        return next((each.final for each in schedules if each.shape == TARGET), None)
 
     def scheduled_values(self) -> dict[str, float]:
         """Return the scheduled options of `at(iteration)` as metrics, `schedule/NAME`."""
@@ -155,6 +163,11 @@ class PPOConfig(
     def wants_reference(self) -> bool:
         """Whether a KL to the reference is used."""
         return self.is_used("kl_coef") or self.is_used("kl_loss_coef")
+
+    @property
+    def distills(self) -> bool:
+        """Whether the KL to a teacher is used, with which a run needs no reward."""
+        return self.reference_model is not None and self.wants_reference
 
     @property
     def value_rate(self) -> float:
@@ -399,11 +412,12 @@ def check_async(config: PPOConfig) -> None:
         )
     if config.environment:
         raise ValueError(ASYNC_NEEDS_ONE_TURN)
-    if config.solved_reward is not None:
-        raise ValueError(
-            "async_steps=1 chooses prompts before the scores that solved_reward needs: expected "
-            "one of them"
-        )
+    for name in ("solved_reward", "dynamic_sampling"):
+        if config.is_set(name):
+            raise ValueError(
+                f"async_steps=1 chooses prompts before the scores that {name} needs: expected "
+                "one of them"
+            )
 
 
 def check_kl(config: PPOConfig) -> None:
@@ -471,6 +485,10 @@ def check_advantages(config: PPOConfig) -> None:
             "advantage=group normalizes the samples of each prompt, so whiten_advantages must be "
             "none or variance"
         )
+    is_grouped = kind in ("rloo", "group") or "advantage" in config.own_functions
+    config.have_effect_only(
+        "dynamic_sampling", where=is_grouped, needs="advantage=rloo, group or a function"
+    )
     fixed_lam = is_gae and config.lam_alpha is None
     config.have_effect_only("lam", where=fixed_lam, needs="advantage=gae and no lam_alpha")
     config.have_effect_only("value_lam", where=is_gae, needs="advantage=gae")

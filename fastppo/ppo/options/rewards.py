@@ -15,8 +15,8 @@ class RewardOptions(Options):
 
     rewards: Sequence[str] = option(
         [],
-        "Required. file.py:function, module:function, a sequence-classification model, or an "
-        "https:// URL",
+        "Required, except with a reference_model as a teacher. file.py:function, module:function, "
+        "a sequence-classification model, or an https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
         None, "One weight per reward, the ensemble's last; default: 1 each"
@@ -32,6 +32,9 @@ class RewardOptions(Options):
         None,
         "Subtracted from the score of a truncated response, in reward units",
         minimum=0,
+    )
+    truncated: Literal["learn", "mask"] = option(
+        "learn", "mask: leave truncated responses out of the loss"
     )
     score_normalization: Literal["none", "running", "batch"] = option(
         "none",

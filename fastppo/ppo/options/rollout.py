@@ -29,6 +29,12 @@ class RolloutOptions(Options):
     samples_per_prompt: int = option(
         1, "Responses to each prompt; rollout_batch_size counts them all", minimum=1
     )
+    dynamic_sampling: int = option(
+        0,
+        "Rounds in which prompts whose samples all have the same reward are replaced; for rloo "
+        "and group",
+        minimum=0,
+    )
     generate_batch_size: int | None = option(
         None, "Sequences generated at once; default: the whole rollout batch", minimum=1
     )

@@ -28,6 +28,10 @@ SCHEDULED = (
 """Options that `schedules` may change; a learning rate in numbers has `lr_schedule`."""
 
 
+TARGET = "target"
+"""Shape of `entropy_coef=target:nats`, which adapts the coefficient to the entropy."""
+
+
 class Schedule(NamedTuple):
     """`name=shape:final`: from the option's value to `final` over the iterations of the run."""
 
@@ -49,7 +53,8 @@ class Schedule(NamedTuple):
             )
         name, shape, last = match.groups()
         scalars.choice("schedules: the name", name, SCHEDULED)
-        scalars.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
+        shapes = ("constant", "linear", "cosine", *((TARGET,) if name == "entropy_coef" else ()))
+        scalars.choice("schedules: the shape", shape, shapes)
         try:
             final = float(last)
         except ValueError:
@@ -113,7 +118,7 @@ class UpdateOptions(Options):
     schedules: Sequence[str] = option(
         [],
         "Coefficients that change over the run: name=linear:final or name=cosine:final, such as "
-        "entropy_coef=linear:0",
+        "entropy_coef=linear:0; entropy_coef=target:1.5 keeps the entropy at 1.5 nats per token",
     )
     backend: Literal["auto", "triton", "cpu", "torch"] = option("auto", "Kernels of the losses")
 

@@ -30,6 +30,23 @@ LOGIT_STEPS = 4 * 2**-8
 several times before. Logits of 16 to 32 are an eighth apart."""
 
 
+def check_can_train(trainer: Any) -> None:
+    """Raise ValueError if there are no prompts, or nothing to train on."""
+    has_rewards = trainer.scorer.terms or trainer.episode_runner.has_rewards
+    distills = trainer.reference is not None and trainer.reference.is_given
+    if trainer.prompts is None or not (has_rewards or distills):
+        raise ValueError(
+            "train() needs prompts and at least one reward, or reference_model as a teacher; "
+            "step() needs neither"
+        )
+    config = trainer.config
+    if not has_rewards and config.is_adaptive and not config.is_used("kl_coef"):
+        raise ValueError(
+            "learning_rate=auto adapts the rate while advantages move the policy: without rewards "
+            "and with kl_coef=0 it must be a number"
+        )
+
+
 def self_check(trainer: Any) -> None:
     """Check that the first update is on-policy, and warn about unusual options.
 

@@ -108,7 +108,7 @@ def banner(trainer: Any) -> list[str]:
     paid = [term.name for term in trainer.scorer.terms]
     if trainer.episode_runner.has_rewards:
         paid.append(f"environment {trainer.episode_runner.name}")
-    rewards = ", ".join(paid)
+    rewards = ", ".join(paid) or "none: the KL to the reference alone"
     if trainer.scorer.monitors:
         rewards += "; monitored: " + ", ".join(term.name for term in trainer.scorer.monitors)
     first = trainer.state.iteration + 1
