@@ -5,10 +5,12 @@ Tolerance: 1e-6 of the largest number, for sums of hundreds of terms in another 
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
 import pytest
 import torch
+from processes import ROOT
 from torch import Tensor
 
 import fastppo
@@ -242,3 +244,75 @@ def test_verls_compute_advantage_calls_ours(monkeypatch: pytest.MonkeyPatch) -> 
     for our_tensor, other in zip(results[1], results[0], strict=True):
         close(our_tensor, other)
     assert not torch.equal(results[0][0], torch.zeros(B, T))
+
+
+# --------------------------------------------------------------------- examples of objectives
+
+EXAMPLES = runpy.run_path(str(ROOT / "examples" / "objectives.py"))
+
+
+def _example_case(seed: int) -> dict[str, Tensor]:
+    """Logprobs, advantages and mask of padded responses, fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
+    scale = (0.001, 0.05, 0.5)[seed % 3]
+    logprobs = -2 * noise[0].abs()
+    mask = mask_of(tuple(torch.randint(1, T + 1, (B,), generator=generator).tolist())).double()
+    mask[0, 0] = 1.0
+    return {
+        "logprobs": logprobs.requires_grad_(),
+        "old_logprobs": logprobs.detach() + scale * noise[1],
+        "advantages": 2 * noise[2],
+        "mask": mask,
+    }
+
+
+def _seam(name: str, case: dict[str, Tensor], **options: Any) -> Tensor:
+    """Sum of the losses of an example on packed tokens, divided by the number of tokens."""
+    mask = case["mask"].bool()
+    packed = {key: case[key][mask] for key in ("logprobs", "old_logprobs", "advantages")}
+    if name.endswith("rejection"):
+        options["cu_seqlens"] = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+    return EXAMPLES[name](**packed, mask=torch.ones(int(mask.sum())).bool(), **options).mean()
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "geometric_mean_rejection", "k3_rejection"])
+def test_an_example_of_an_objective_is_verls(name: str) -> None:
+    """300 random cases in fp64: values and gradients. Some of them select, some do not."""
+    rejected = set()
+    for seed in range(300):
+        case = _example_case(seed)
+        mask = case["mask"]
+        keywords = {
+            "old_log_prob": case["old_logprobs"],
+            "log_prob": case["logprobs"],
+            "advantages": case["advantages"],
+            "loss_agg_mode": "token-mean",
+        }
+        options: dict[str, Any] = {}
+        if name.endswith("cov"):
+            options["share"] = 0.2
+            losses = {"clip_cov_ratio": 0.2, "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}
+            policy = workers.PolicyLossConfig(**losses)
+            actor = config(clip_ratio=0.2, policy_loss=policy)
+            function = getattr(core_algos, f"compute_policy_loss_{name}")
+        else:
+            mode, threshold = ("seq_mean_k1", "0.999_1.001")
+            if name == "k3_rejection":
+                mode, threshold = ("seq_mean_k3", 0.001)
+            mask, _ = correction.compute_rollout_rejection_mask(
+                (case["logprobs"] - case["old_logprobs"]).detach(), mask, mode, threshold
+            )
+            rejected.add(bool((mask.sum(1) < case["mask"].sum(1)).any()))
+            actor = config(clip_ratio=0.2, clip_ratio_c=1e9)
+            function = core_algos.compute_policy_loss_vanilla
+        actor.global_batch_info.update(dp_size=1, batch_num_tokens=int(case["mask"].sum()))
+        torch.manual_seed(seed)
+        theirs, _ = function(**keywords, response_mask=mask, config=actor)
+        torch.manual_seed(seed)
+        ours = _seam(name, case, **options)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(x, case["logprobs"])[0] for x in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    if name.endswith("rejection"):
+        assert rejected == {True, False}

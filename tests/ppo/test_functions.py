@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import ROOT
 from torch import Tensor
 
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.log import read_jsonl
-from runs import first_experience, first_prompts, make_trainer
+from fastppo.run.options import read_yaml
+from runs import first_experience, first_prompts, make_trainer, weights_of
 
 HEADER = "import torch\nfrom torch import Tensor\n\n\n"
 CLIP = """def objective(logprobs, old_logprobs, advantages, mask):
@@ -155,3 +159,51 @@ def test_the_example_trains(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, objective=f"{example}:dppo_tv")
     assert torch.isfinite(torch.tensor(list(trainer.train().values()))).all()
     assert metrics(tmp_path)[0]["approx_kl"] > 0
+
+
+# ------------------------------------------------------------------------------------- the examples
+
+OBJECTIVES = runpy.run_path(str(ROOT / "examples" / "objectives.py"))
+
+
+@pytest.mark.parametrize(
+    "name", ["clip_cov", "kl_cov", "geometric_mean_rejection", "k3_rejection", "vapo"]
+)
+def test_an_example_of_an_objective_trains(name: str, tmp_path: Path) -> None:
+    objective = f"{ROOT / 'examples' / 'objectives.py'}:{name}"
+    trainer = make_trainer(tmp_path, objective=objective)
+    before = weights_of(trainer)
+    trainer.train()
+    assert not all(map(torch.equal, before, weights_of(trainer)))
+
+
+def test_vapo_is_the_papers_loss() -> None:
+    """Yue et al. 2025, section 4.4: the clip over all tokens and 0.1·NLL over positive ones."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        noise = torch.randn(4, 24, generator=generator, dtype=torch.float64)
+        logprobs = (-noise[0].abs()).requires_grad_()
+        old, advantages = logprobs.detach() + 0.3 * noise[1], noise[2]
+        scores = noise[3, :3].sign().repeat_interleave(8)
+        loss = OBJECTIVES["vapo"](logprobs, old, advantages, torch.ones(24).bool(), scores).mean()
+        ratio = (logprobs - old).exp()
+        clipped = ratio.clamp(1 - 0.2, 1 + 0.28)
+        wanted = -torch.minimum(ratio * advantages, clipped * advantages).sum() / 24
+        if (scores > 0).any():
+            wanted = wanted - 0.1 * logprobs[scores > 0].mean()
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+        ours, theirs = (torch.autograd.grad(x, logprobs)[0] for x in (loss, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_vapo_has_a_lambda_of_its_own_for_critic_and_policy(tmp_path: Path) -> None:
+    options = read_yaml(ROOT / "examples" / "vapo.yaml", PPOConfig)
+    for name in ("model", "prompts", "rewards", "output_dir"):
+        del options[name]
+    options |= {"rollout_batch_size": 32, "minibatches": 2, "value_warmup_iterations": 1}
+    options["objective"] = str(ROOT / options["objective"])
+    trainer = make_trainer(tmp_path, **{**options, "learning_rate": 1e-3, "iterations": 2})
+    experience = first_experience(trainer)
+    assert torch.equal(experience.returns, experience.monte_carlo_returns)
+    trainer.train()
+    assert metrics(tmp_path)[-1]["approx_kl"] > 0
