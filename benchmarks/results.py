@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from benchmarks.units import digits
 
 FOLDER = Path(__file__).parent / "results"
+OTHERS = ("studies", "conformance")
+"""Folders of results that are not measurements of the suite."""
 
 
 class Run(NamedTuple):
@@ -80,7 +82,7 @@ class Results(NamedTuple):
 
 def load() -> list[Results]:
     """Return the results by device: GPUs first, then by date, newest first."""
-    paths = [path for path in FOLDER.rglob("*.json") if path.parent.name != "studies"]
+    paths = [path for path in FOLDER.rglob("*.json") if path.parent.name not in OTHERS]
     by_device: dict[str, list[Run]] = {}
     for run in sorted(map(read, paths), key=lambda run: run.time):
         by_device.setdefault(run.device["name"], []).append(run)
