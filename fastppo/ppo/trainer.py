@@ -254,8 +254,6 @@ class PPOTrainer:
             metrics |= self.update(experience, options)
         self.state.move_coefficients(metrics, len(experience), options)
 
-        if options.dynamic_sampling:
-            metrics["prompts_drawn"] = len(drawn.prompts) / options.samples_per_prompt
         metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)

@@ -246,6 +246,8 @@ class TrainingRun:
         iteration = trainer.iterate(prompts, options, timer, more_prompts)
         metrics: dict[str, float] = before | iteration.metrics
         metrics |= trainer.curriculum.take(chosen, iteration.drawn.scores, self.state)
+        if options.dynamic_sampling:
+            metrics["prompts_drawn"] = len(chosen.rows) / options.samples_per_prompt
         requested = self.callbacks.take("should_evaluate")
         try:
             metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
