@@ -448,7 +448,14 @@ class PPOTrainer:
         parts = self.in_microbatches(accumulate, minibatch, options)
         sums = LossSums.joined(parts, self.world)
         if options.ptx_coef and not self.state.is_value_warmup(options):
-            sums = self.add_ptx(sums, options)
+            assert self.pretraining is not None
+            blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
+            self.state.ptx_seen += len(blocks)
+            ptx_loss = add_ptx_gradient(
+                self.model, blocks, options, world=self.world, backward=self.optimizer.backward
+            )
+            loss = sums.loss + options.ptx_coef * ptx_loss
+            sums = sums._replace(loss=loss, ptx_loss=ptx_loss)
         return sums
 
     def loss(self, micro: Experience, options: PPOConfig) -> MicrobatchLoss:
@@ -458,6 +465,8 @@ class PPOTrainer:
         """
         warming_up = self.state.is_value_warmup(options)
         layout = self.model.layout(micro.batch)
+        own = self.functions.get("objective")
+        beta = self.state.policy_kl_control.coef
         with self.model.autocast():
             hidden, values, value_states = self.model(layout, detach_values=warming_up)
             with (
@@ -465,13 +474,7 @@ class PPOTrainer:
                 torch.set_grad_enabled(not warming_up),
             ):
                 policy = policy_loss(
-                    hidden,
-                    micro,
-                    options,
-                    head=self.model.head,
-                    kl=kl,
-                    function=self.functions.get("objective"),
-                    beta=self.state.policy_kl_control.coef,
+                    hidden, micro, options, head=self.model.head, kl=kl, function=own, beta=beta
                 )
             value, value_clipped = value_loss(values, micro, options)
         loss = options.vf_coef * value
@@ -485,16 +488,6 @@ class PPOTrainer:
             computed=layout.input_ids.numel(),
         )
         return MicrobatchLoss(loss, sums, value_states)
-
-    def add_ptx(self, sums: LossSums, options: PPOConfig) -> LossSums:
-        """Add the gradient and the loss of the next blocks of pretraining text."""
-        assert self.pretraining is not None
-        blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
-        self.state.ptx_seen += len(blocks)
-        ptx_loss = add_ptx_gradient(
-            self.model, blocks, options, world=self.world, backward=self.optimizer.backward
-        )
-        return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
 
     def optimizer_step(self, sums: LossSums, options: PPOConfig, step: int) -> dict[str, float]:
         """Clip the gradient and take a step, unless loss or gradient are not finite.
