@@ -185,7 +185,7 @@ def _group(inputs: Inputs, backend: str, kind: str, size: int) -> Mapping[str, A
         **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": "none"}
     )
     made = make_advantages(
-        Batch.of([[1]] * len(scores), [[1]] * len(scores)),
+        Batch.of([[1]] * len(scores), [[1]] * len(scores), scores.device),
         Scores(scores),
         config,
         truncated=[False] * len(scores),

@@ -88,7 +88,6 @@ FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
     (definition, "policy_term", "ratio.clamp(lowest, highest)", "ratio.clamp(max=highest)", {"clip-both", "cispo-below"}),
     (definition, "policy_term", "-clipped.detach()", "-clipped", {"cispo"}),
     (definition, "policy_term", "torch.where(advantages < 0, bounded, surrogate)", "surrogate", {"dual-clip"}),
-    (definition, "policy_term", "(ratio > highest) | (ratio < lowest)", "ratio > highest", {"dis"}),
     (definition, "sequence_ratio_logprobs", "total / count.clamp(min=1)", "total", {"gspo", "gspo-uneven"}),
     (definition, "entropy", "    return", "    log_p = (0.7 * log_p).log_softmax(-1)\n    return", {"entropy-temperature"}),
     (arguments, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
