@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+import published_formulas as paper
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import Objective, PerToken, Softmax
@@ -128,6 +130,10 @@ def metrics(
         d = logprob - old
         ratio = math.exp(min(max(d, -20.0), 20.0))
         ratios.append(ratio)
+        bounded = ratio
+        if objective in ("dppo_tv", "dppo_kl"):
+            divergence = float(paper.binary_divergence(objective, np.float64(logprob), old))
+            bounded = 1 + divergence if d >= 0 else 1 - divergence
         inside = min(max(ratio, 1 - low), 1 + high)
         surrogate = min(ratio * a, inside * a)
         if dual_clip is not None and a < 0:
@@ -136,6 +142,9 @@ def metrics(
             surrogate = inside * a * logprob
         elif objective == "dis":
             surrogate = ratio * a * logprob if inside == ratio else 0.0
+        elif objective in ("dppo_tv", "dppo_kl"):
+            is_masked = bounded > 1 + high if a > 0 else bounded < 1 - low
+            surrogate = 0.0 if is_masked else ratio * a * logprob
         elif objective == "sapo":
             tau = 1.0 if a > 0 else 1.05
             surrogate = 4 / tau / (1 + math.exp(tau * (1 - ratio))) * a
@@ -148,12 +157,12 @@ def metrics(
         if a == 0:
             continue
         sign = "positive" if a > 0 else "negative"
-        if ratio > 1 + high:
+        if bounded > 1 + high:
             corners[f"above_{sign}"] += 1
-        if ratio < 1 - low:
+        if bounded < 1 - low:
             corners[f"below_{sign}"] += 1
-        if objective in ("clip", "gspo"):
-            clipped += (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
+        if objective in ("clip", "gspo", "dppo_tv", "dppo_kl"):
+            clipped += (a > 0 and bounded > 1 + high) or (a < 0 and bounded < 1 - low)
         dual += dual_clip is not None and a < 0 and ratio > dual_clip
     n = len(ratios)
     return {
@@ -224,6 +233,8 @@ def options(n: Batch, name: str) -> dict[str, Any]:
         "sapo": {"objective": "sapo", "sapo_tau": (1.2, 2.5)},
         "gspo": {"objective": "gspo", "cu_seqlens": torch.tensor([0, 1, 1, count // 2, count])},
         "dis": {"objective": "dis"},
+        "dppo_tv": {"objective": "dppo_tv", "clip_ratio": (0.004, 0.003)},
+        "dppo_kl": {"objective": "dppo_kl", "clip_ratio": (0.001, 0.0015)},
         "entropy": {"entropy_coef": 0.3},
         "k1": {"kl_coef": 0.4, "kl_estimator": "k1", **ref},
         "k2": {"kl_coef": 0.4, "kl_estimator": "k2", **ref},
@@ -261,6 +272,8 @@ TERMS = (
     "sapo",
     "gspo",
     "dis",
+    "dppo_tv",
+    "dppo_kl",
     "entropy",
     "k1",
     "k2",
@@ -278,7 +291,7 @@ TERMS = (
 )
 
 
-DETACHED = ("cispo", "gspo", "dis")
+DETACHED = ("cispo", "gspo", "dis", "dppo_tv", "dppo_kl")
 """Terms with detached parts, for which finite differences give another gradient."""
 
 

@@ -17,6 +17,8 @@ losses are negated.
     SAPO       Gao et al. 2025, "Soft adaptive policy optimization", and its gradient's weight
     GSPO       Zheng et al. 2025, "Group sequence policy optimization", eq. 7, 13, 14
     DIS        Hou et al. 2026, "Single-rollout asynchronous optimization", eq. 1 to 3
+    DPPO       Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", eq. 11
+               to 14
 """
 
 from __future__ import annotations
@@ -93,6 +95,29 @@ def dis_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, flo
     return np.where((ratio > 1 - clip[0]) & (ratio < 1 + clip[1]), ratio, 0.0)
 
 
+def binary_divergence(name: str, logprobs: Array, old_logprobs: Array) -> Array:
+    """D of "the sampled token or another": TV |μ − π|, or KL μ log(μ/π) + (1−μ) log((1−μ)/(1−π)).
+
+    NaN if a probability is above 1.
+    """
+    new, old = np.exp(logprobs), np.exp(old_logprobs)
+    if name == "dppo_tv":
+        return np.abs(old - new)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return old * np.log(old / new) + (1 - old) * np.log((1 - old) / (1 - new))
+
+
+def dppo_coefficient(
+    name: str, logprobs: Array, old_logprobs: Array, advantages: Array, clip: tuple[float, float]
+) -> Array:
+    """M·r: M is 0 if the update would move the policy further than δ, and D > δ already."""
+    ratio = np.exp(logprobs) / np.exp(old_logprobs)
+    divergence = binary_divergence(name, logprobs, old_logprobs)
+    too_high = (advantages > 0) & (ratio > 1) & (divergence > clip[1])
+    too_low = (advantages < 0) & (ratio < 1) & (divergence > clip[0])
+    return np.where(too_high | too_low, 0.0, ratio)
+
+
 def sapo_surrogate(
     logprobs: Array, old_logprobs: Array, advantages: Array, tau: tuple[float, float]
 ) -> Array:
@@ -114,7 +139,8 @@ def policy_term(
     `POLICY_TERMS`.
 
     The derivative of `clip` is −r·A where the minimum is r·A, otherwise 0. That of `sapo` has the
-    weight 4·σ(x)·(1 − σ(x)) = 1/cosh²(x/2), x = τ(r − 1). The other factors are detached.
+    weight 4·σ(x)·(1 − σ(x)) = 1/cosh²(x/2), x = τ(r − 1). The other factors are detached. DPPO's
+    derivative is that of −M·r·A (eq. 11); its value is that of the authors' code, −[M·r]·A·log π.
     """
     unclipped = np.exp(logprobs) / np.exp(old_logprobs) * advantages
     if name == "clip":
@@ -124,8 +150,12 @@ def policy_term(
         x = np.where(advantages > 0, *tau) * (np.exp(logprobs - old_logprobs) - 1)
         surrogate = sapo_surrogate(logprobs, old_logprobs, advantages, tau)
         return -surrogate, -unclipped / np.cosh(x / 2) ** 2
-    coefficients = {"cispo": cispo_coefficient, "dis": dis_coefficient}
-    by_logprob = -coefficients[name](logprobs, old_logprobs, clip) * advantages
+    if name in ("dppo_tv", "dppo_kl"):
+        coefficient = dppo_coefficient(name, logprobs, old_logprobs, advantages, clip)
+    else:
+        coefficients = {"cispo": cispo_coefficient, "dis": dis_coefficient}
+        coefficient = coefficients[name](logprobs, old_logprobs, clip)
+    by_logprob = -coefficient * advantages
     return by_logprob * logprobs, by_logprob
 
 

@@ -98,6 +98,8 @@ TERMS: dict[str, dict[str, Any]] = {
     "cispo": {"policy_term": "cispo"},
     "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 3.0},
     "dis": {"policy_term": "dis"},
+    "dppo_tv": {"policy_term": "dppo_tv", "lowest_ratio": 0.96, "highest_ratio": 1.03},
+    "dppo_kl": {"policy_term": "dppo_kl", "lowest_ratio": 0.996, "highest_ratio": 1.005},
     "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
     "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
     "k3": {"kl_coef": 0.2},
@@ -126,6 +128,8 @@ def arguments_of(
     every bound, and at their limits.
     """
     given = draw(N, vocab, dtype) | TERMS[term]
+    if term.startswith("dppo"):  # probabilities that can move by more than the range
+        peaked(given["logits"], given["tokens"], torch.linspace(-3, 1, N, dtype=dtype)[:, None])
     logprobs = logprobs_of(given["logits"], given["tokens"], operands(given)[0].softmax).float()
     given["old_logprobs"] = logprobs + 0.3 * torch.randn(N)
     given["ref_logprobs"] = given["old_logprobs"] - 0.3
@@ -147,8 +151,8 @@ def arguments_of(
     return given
 
 
-def peaked(x: Tensor, tokens: Tensor, nats: float) -> None:
-    """Set the token's probability to about 1 − e^{-nats}."""
+def peaked(x: Tensor, tokens: Tensor, nats: float | Tensor) -> None:
+    """Set the token's probability to 1/(1 + e^{-nats})."""
     others = x.scatter(1, tokens[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     x.scatter_(1, tokens[:, None], others + nats)
 

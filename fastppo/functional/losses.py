@@ -7,8 +7,9 @@ weight, and holds only a chunk of the logits at a time. Both are stateless. Both
 into records (`arguments.loss_operands`) and share `_loss`; they differ in `_Logits` and
 `_HiddenStates`.
 
-`policy_t` is PPO's clipped term, or the one selected by `objective`: CISPO, SAPO, GSPO, or SAO's
-double-sided mask. `T` is the temperature, `z` the logits after `logit_scale` and soft-capping, and
+`policy_t` is PPO's clipped term, or the one selected by `objective`: CISPO, SAPO, GSPO, SAO's
+double-sided mask, or DPPO's divergence masks. `T` is the temperature, `z` the logits after
+`logit_scale` and soft-capping, and
 
     logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
     ratio   = exp(clamp(logprob − old_logprob, −20, 20))
@@ -96,8 +97,9 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     the clip (for `cispo` and `dis`: outside the range, whatever their advantage; for `custom`, a
     function: with an advantage and no gradient);
     `dual_clip_fraction`; the shares `ratio_{above,below}_{positive,negative}` of tokens beyond the
-    clip range, by the advantage's sign; and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under
-    `gspo` the ratio is that of the sequence, except in `approx_kl`.
+    clip range, by the advantage's sign (for `dppo_tv` and `dppo_kl`, tokens beyond the divergence);
+    and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under `gspo` the ratio is that of the
+    sequence, except in `approx_kl`.
 
     Raises:
         ValueError, TypeError: wrong shape or dtype of `sums`, or an unknown objective.
@@ -174,8 +176,12 @@ def ppo_loss(
         mask: (...) bool, True on response tokens. Masked tokens add no loss and no gradient.
         objective: "clip", PPO's; "cispo", the detached clipped ratio times the logprob; "sapo", a
             soft gate; "gspo", "clip" with the sequence's ratio; "dis", the detached ratio times the
-            logprob, and nothing outside the clip range; or a function of yours, see below.
+            logprob, and nothing outside the clip range; "dppo_tv" and "dppo_kl", the same, and
+            nothing for a token whose probability has moved with its advantage by more than a
+            divergence; or a function of yours, see below.
         clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo" and functions.
+            For "dppo_tv" a bound of |p − q|, for "dppo_kl" one of the binary KL(q‖p) in nats, with
+            the token's probabilities p and, under the old policy, q.
         dual_clip: c > 1 bounds the loss by −c·A where A < 0 (Ye et al. 2020). For "clip" and
             "gspo".
         sapo_tau: the gate's temperatures for A > 0 and for A ≤ 0. Default: (1, 1.05).
@@ -220,7 +226,8 @@ def ppo_loss(
     Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
     ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1. Objectives: MiniMax 2025 (CISPO,
     arXiv:2506.13585), Gao et al. 2025 (SAPO, arXiv:2511.20347), Zheng et al. 2025 (GSPO-token,
-    arXiv:2507.18071, eq. 13 and 14), Hou et al. 2026 (the mask of SAO, arXiv:2607.07508).
+    arXiv:2507.18071, eq. 13 and 14), Hou et al. 2026 (the mask of SAO, arXiv:2607.07508), Qi et al.
+    2026 (DPPO, arXiv:2602.04879, eq. 11 to 14).
     """
     rows = arguments.rows_view("logits", logits)
     scalars.boolean("inplace", inplace)

@@ -63,7 +63,7 @@ def policy_loss(
     difference = torch.where(counted, difference, 0.0)
     advantages = torch.where(counted, advantages.detach().to(wide), 0.0)
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    policy = definition.policy_term(logprobs, ratio, advantages, objective)
+    policy = definition.policy_term(logprobs, ratio, ratio, advantages, objective)
     if importance_weights is not None:
         arguments.tensor("importance_weights", importance_weights, shape=shape, like=logprobs)
         policy = policy * importance_weights.detach().to(wide)

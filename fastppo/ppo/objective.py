@@ -3,8 +3,8 @@
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
-cispo, sapo, gspo and dis, or a function of the user, replace the first term of clip; see
-`fastppo.ppo_loss`. penalty is such a function too. With kl_loss_estimator=k1_by_ratio or
+cispo, sapo, gspo, dis, dppo_tv and dppo_kl, or a function of the user, replace the first term of
+clip; see `fastppo.ppo_loss`. penalty is such a function too. With kl_loss_estimator=k1_by_ratio or
 k3_by_ratio the KL is multiplied by r. w is the importance weight, 1 for tokens sampled from π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.

@@ -126,8 +126,32 @@ def token_stats(
     )
 
 
+def bounded_variable(
+    logprobs: Tensor, old_logprobs: Tensor, ratio: Tensor, objective: Objective
+) -> Tensor:
+    """Return the variable that the clip range bounds [N], detached: the ratio, or for
+
+        dppo_tv     1 + p − q
+        dppo_kl     1 + KL if p ≥ q, otherwise 1 − KL, with
+                    KL = q·log(q/p) + (1 − q)·log((1 − q)/(1 − p))
+
+    p is the token's probability, q that under the old policy. Source: Qi et al. 2026 (DPPO), eq. 13
+    and 14.
+    """
+    if objective.policy_term not in ("dppo_tv", "dppo_kl"):
+        return ratio.detach()
+    p = logprobs.detach().exp()
+    q = old_logprobs.exp()
+    if objective.policy_term == "dppo_tv":
+        return 1 + (p - q)
+    epsilon = records.DPPO_EPSILON
+    others = (1 - q) * torch.log((1 - q + epsilon) / (1 - p + epsilon))
+    kl = q * (old_logprobs - logprobs.detach()) + others
+    return torch.where(p < q, 1 - kl, 1 + kl)
+
+
 def policy_term(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: Objective
+    logprobs: Tensor, ratio: Tensor, bounded: Tensor, advantages: Tensor, objective: Objective
 ) -> Tensor:
     """Return the minimized term of each token [N], differentiable in its logprob:
 
@@ -135,8 +159,14 @@ def policy_term(
         cispo   −[clip(ratio)]·A·logprob                            MiniMax 2025 (MiniMax-M1)
         sapo    −4/τ·sigmoid(τ·(ratio − 1))·A                       Gao et al. 2025 (SAPO)
         dis     −[ratio inside the range, 0 outside]·A·logprob      Hou et al. 2026 (SAO), eq. 1
+        dppo_tv, dppo_kl
+                −[0 if A > 0 and above the range, or A < 0 and below; otherwise ratio]·A·logprob
+                                                                    Qi et al. 2026, eq. 11 and 12
 
     Terms in brackets are detached. At a ratio of 1 all gradients equal that of −ratio·A.
+
+    Args:
+        bounded: the `bounded_variable`, which decides for "dis" and DPPO what is out of the range.
     """
     lowest = objective.lowest_ratio
     highest = objective.highest_ratio
@@ -158,12 +188,17 @@ def policy_term(
         return -4 / tau * gate * advantages
     if objective.policy_term == "cispo":
         return -clipped.detach() * advantages * logprobs
+    above = bounded > highest
+    below = bounded < lowest
     if objective.policy_term == "dis":
-        masked = torch.where((ratio > highest) | (ratio < lowest), 0.0, ratio)
-        return -masked.detach() * advantages * logprobs
-    raise ValueError(
-        f"expected a policy term of {records.POLICY_TERMS}, got {objective.policy_term!r}"
-    )
+        masked = above | below
+    elif objective.policy_term in ("dppo_tv", "dppo_kl"):
+        masked = torch.where(advantages > 0, above, below)
+    else:
+        raise ValueError(
+            f"expected a policy term of {records.POLICY_TERMS}, got {objective.policy_term!r}"
+        )
+    return -torch.where(masked, 0.0, ratio).detach() * advantages * logprobs
 
 
 def sequence_ratio_logprobs(
@@ -210,8 +245,9 @@ def loss_of_statistics(
     logprobs = torch.where(counted, logprobs, 0.0)
     h = torch.where(counted, entropies, 0.0)
     ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    above = ratio > objective.highest_ratio
-    below = ratio < objective.lowest_ratio
+    bounded = bounded_variable(logprobs, t.old_logprobs, ratio, objective)
+    above = bounded > objective.highest_ratio
+    below = bounded < objective.lowest_ratio
     outside = above | below
     if token_loss is not None:
         policy = torch.where(counted, token_loss(logprobs, h, t), 0.0)
@@ -221,7 +257,7 @@ def loss_of_statistics(
             )
             outside = (t.advantages != 0) & (by_logprobs == 0)
     else:
-        policy = policy_term(logprobs, ratio, t.advantages, objective)
+        policy = policy_term(logprobs, ratio, bounded, t.advantages, objective)
         if t.importance_weights is not None:
             policy = policy * t.importance_weights
     if objective.kl_estimator != "full":

@@ -34,8 +34,11 @@ ratio·k1 and ratio·k3 are KL(π‖reference), and so are their gradients. k2 s
 samples no token."""
 
 
-POLICY_TERMS = ("clip", "cispo", "sapo", "dis")
+POLICY_TERMS = ("clip", "cispo", "sapo", "dis", "dppo_tv", "dppo_kl")
 """Policy terms; see `definition.policy_term`."""
+
+DPPO_EPSILON = 1e-8
+"""Added to 1 − p in the KL of "dppo_kl", as in verl: p may round to 1."""
 
 
 class Sums(NamedTuple):
@@ -53,11 +56,12 @@ class Sums(NamedTuple):
     approx_kl: Tensor  # k3 of the policy against the old policy
     ratio: Tensor
     ratio_squared: Tensor
-    outside: Tensor  # ratio outside the clip range, whatever the advantage
-    above_positive: Tensor  # ratio above the clip range and A > 0: clipped, no gradient
-    below_positive: Tensor  # ratio below the clip range and A > 0: pulled back
-    above_negative: Tensor  # ratio above the clip range and A < 0: pushed back
-    below_negative: Tensor  # ratio below the clip range and A < 0: clipped, no gradient
+    # The ratio, or another `definition.bounded_variable`,
+    outside: Tensor  # outside the clip range, whatever the advantage
+    above_positive: Tensor  # above the clip range and A > 0: clipped, no gradient
+    below_positive: Tensor  # below the clip range and A > 0: pulled back
+    above_negative: Tensor  # above the clip range and A < 0: pushed back
+    below_negative: Tensor  # below the clip range and A < 0: clipped, no gradient
     dual_clipped: Tensor  # A < 0 and ratio beyond the dual clip: no gradient
     ratio_max: Tensor
 

@@ -95,7 +95,7 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),
         wrong("ref_logits", "[4, 7]", "[4, 8]", ref_logits=torch.zeros(N, V + 1)),
         # Objective
-        wrong("objective", "clip, cispo, sapo, dis, gspo", "'grpo'", objective="grpo"),
+        wrong("objective", "dppo_tv, dppo_kl, gspo", "'grpo'", objective="grpo"),
         wrong("clip_ratio", "negative", "-0.2", clip_ratio=(0.1, -0.2)),
         wrong("clip_ratio", "ε", "0.3", clip_ratio=(0.1, 0.2, 0.3)),
         wrong("clip_ratio", "number", "str", clip_ratio="0.2"),

@@ -173,10 +173,14 @@ def test_policy_terms_are_those_of_their_papers(term: str) -> None:
     logprobs = draws.token_logprobs(data.logits, data.tokens).requires_grad_()
     ratio = (logprobs - data.old_logprobs).exp()
     taus = (1.5, 0.7) if term == "sapo" else (None, None)
-    objective = Objective(0.9, 1.3, policy_term=term, tau_positive=taus[0], tau_negative=taus[1])
+    low, high = (0.002, 0.0015) if term.startswith("dppo") else (0.1, 0.3)
+    objective = Objective(
+        1 - low, 1 + high, policy_term=term, tau_positive=taus[0], tau_negative=taus[1]
+    )
     numbers = [x.detach().numpy() for x in (logprobs, data.old_logprobs, data.advantages)]
-    wanted, by_logprob = paper.policy_term(term, *numbers, (0.1, 0.3), (1.5, 0.7))
-    found = definition.policy_term(logprobs, ratio, data.advantages, objective)
+    wanted, by_logprob = paper.policy_term(term, *numbers, (low, high), (1.5, 0.7))
+    bounded = definition.bounded_variable(logprobs, data.old_logprobs, ratio, objective)
+    found = definition.policy_term(logprobs, ratio, bounded, data.advantages, objective)
     close(found, wanted)
     (grad,) = torch.autograd.grad(found.sum(), logprobs)
     close(grad, by_logprob)
@@ -190,7 +194,7 @@ def test_sapos_gate_keeps_its_digits(ratio: float) -> None:
     """In fp32, where the sigmoid of 17 rounds to 1."""
     x = torch.tensor([ratio], requires_grad=True)
     objective = Objective(policy_term="sapo", tau_positive=1.0, tau_negative=1.0)
-    term = definition.policy_term(x, x, torch.ones(1), objective)
+    term = definition.policy_term(x, x, x, torch.ones(1), objective)
     (grad,) = torch.autograd.grad(term.sum(), x)
     wanted = -1 / np.cosh((ratio - 1) / 2) ** 2
     # An exponential of up to 89 has a relative error of 89 roundings of 6e-8.
@@ -200,7 +204,7 @@ def test_sapos_gate_keeps_its_digits(ratio: float) -> None:
 def test_unknown_names_are_refused() -> None:
     x = torch.ones(1)
     with pytest.raises(ValueError, match=r"policy term .*'clip', .* got 'tppo'"):
-        definition.policy_term(x, x, x, Objective(policy_term="tppo"))
+        definition.policy_term(x, x, x, x, Objective(policy_term="tppo"))
     with pytest.raises(ValueError, match=r"estimator .*'k1', .* got 'k4'"):
         definition.sampled_kl(x, "k4")
 

@@ -27,9 +27,8 @@ if torch.cuda.is_available():
     pytest.skip("test_on_a_gpu.py does this on a GPU", allow_module_level=True)
 
 BACKENDS = {"cpu": cpu_rows, "torch": torch_rows, "triton": triton_rows}
-CLIP = (1 - CLIPPED["lowest_ratio"], CLIPPED["highest_ratio"] - 1)
 DOCS = Path(__file__).parents[2] / "docs"
-SCALARS = ("tau_positive", "tau_negative", "kl_coef")
+SCALARS = ("tau_positive", "tau_negative", "kl_coef", "lowest_ratio", "highest_ratio")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -59,7 +58,11 @@ def test_each_backend_computes_the_published_term(name: str, backend: str) -> No
     given = arguments_of(case_of("policy_term", name))
     taus = (given.get("tau_positive", 1.0), given.get("tau_negative", 1.0))
     names = ("old_logprobs", "advantages")
-    term, by_logprob = paper.policy_term(name, *numbers(given, *names), CLIP, taus)
+    bounds = CLIPPED | given
+    clip = (1 - bounds["lowest_ratio"], bounds["highest_ratio"] - 1)
+    term, by_logprob = paper.policy_term(name, *numbers(given, *names), clip, taus)
+    if name not in ("cispo", "sapo"):
+        assert 0 < np.count_nonzero(by_logprob) < len(by_logprob), "some have no gradient"
     factors = given["weights"].double() * given["importance_weights"].double()
     found = computed(backend, given)
     # fp32: the ratio's logprobs have errors of 1e-6 nats.
@@ -117,6 +120,17 @@ def test_tokens_outside_the_range_count_without_an_advantage(name: str, backend:
     sums = computed(backend, given).sums
     assert fastppo.loss_metrics(sums, name)["clip_fraction"].item() == pytest.approx(4 / 6)
     assert fastppo.loss_metrics(sums, "clip")["clip_fraction"].item() == 0
+
+
+@backends
+def test_a_probability_that_rounds_to_1_has_a_small_divergence(backend: str) -> None:
+    """Without the 1e-8 in its logarithm the KL of (1 − 1e-7, 1) would be infinite."""
+    given = draw(4, 3) | {"policy_term": "dppo_kl", "advantages": torch.ones(4)}
+    given["logits"].scatter_(1, given["tokens"][:, None], 60.0)
+    given["old_logprobs"] = torch.full((4,), -1e-7)
+    found = computed(backend, given)
+    assert fastppo.loss_metrics(found.sums, "dppo_kl")["clip_fraction"].item() == 0
+    assert found.sums.isfinite().all()
 
 
 @pytest.mark.parametrize("name", POLICY_TERMS)

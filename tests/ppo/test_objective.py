@@ -115,6 +115,13 @@ OF_RANGE = {"clip_ratio": (0.1, 0.3), "entropy_coef": 0.1}
             (RANGE | {"objective": name}, OF_RANGE | {"objective": name})
             for name in ("cispo", "gspo", "dis")
         ),
+        *(
+            (
+                {"objective": name, "clip_ratio": 1e-4, "clip_ratio_high": 2e-4},
+                {"objective": name, "clip_ratio": (1e-4, 2e-4)},
+            )
+            for name in ("dppo_tv", "dppo_kl")
+        ),
         ({"objective": "sapo"}, {"objective": "sapo"}),
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",

@@ -59,6 +59,7 @@ from rows import (
     in_fp64,
     logprobs_of,
     operands,
+    peaked,
 )
 from torch import Tensor
 from trajectories import assert_close, bounds, padded
@@ -228,6 +229,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"policy_term": "cispo"},
     "sapo": {"policy_term": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
     "dis": {"policy_term": "dis"},
+    "dppo_tv": {
+        "policy_term": "dppo_tv", "lowest_ratio": 0.95, "highest_ratio": 1.08, "rows": "likely",
+        "shapes": 2,
+    },
+    "dppo_kl": {
+        "policy_term": "dppo_kl", "lowest_ratio": 0.99, "highest_ratio": 1.02, "rows": "likely",
+        "shapes": 2,
+    },
 }  # fmt: skip
 
 
@@ -281,6 +290,9 @@ def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
         top = logits.float().amax(-1)
         nats = torch.linspace(8.0, 14.0, len(logits))
         logits.scatter_(1, tokens[:, None], (top + nats).to(logits.dtype)[:, None])
+    if kind == "likely":
+        nats = torch.linspace(-2.0, 1.0, len(logits))[:, None]
+        peaked(logits, tokens, nats.to(logits.dtype))
     if kind == "broken":
         logits[0] = -torch.inf
         logits[1, 3] = torch.nan

@@ -88,12 +88,14 @@ class UpdateOptions(Options):
         "Concatenate the sequences of a microbatch instead of padding them; auto: on a GPU, if "
         "both agree on a small batch",
     )
-    objective: str | Literal["clip", "penalty", "cispo", "sapo", "gspo", "dis"] = option(
+    objective: (
+        str | Literal["clip", "penalty", "cispo", "sapo", "gspo", "dis", "dppo_tv", "dppo_kl"]
+    ) = option(
         "clip",
         "clip: PPO; penalty: β·KL to the rollout policy with an adaptive β; cispo: the clipped "
         "ratio weights the logprob; sapo: a soft gate; gspo: the clipped ratio of the response; "
-        "dis: no gradient from tokens outside the clip range; or your function: file.py:function, "
-        "package.module:function",
+        "dis: no gradient from tokens outside the clip range; dppo_tv, dppo_kl: the range bounds "
+        "a divergence, not the ratio; or your function: file.py:function, package.module:function",
     )
     clip_ratio: float = option(
         0.2, "ε: the ratio is clipped to [1 − ε, 1 + ε]", minimum=0, maximum=1

@@ -46,6 +46,7 @@ from fastppo_kernels.cpu.threads import (
     kernel,
 )
 from fastppo_kernels.records import (
+    DPPO_EPSILON,
     LOG_RATIO_LIMIT,
     LOWEST,
     RATIO_MAX,
@@ -98,8 +99,15 @@ TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
 BLOCK = 2048
 """Columns per block: 8 KiB in fp32. Sums of a block are fp32, and joined in fp64."""
 
-CLIP, CISPO, SAPO, DIS = range(4)
-POLICY_TERMS: dict[str, Any] = {"clip": CLIP, "cispo": CISPO, "sapo": SAPO, "dis": DIS}
+CLIP, CISPO, SAPO, DIS, DPPO_TV, DPPO_KL = range(6)
+POLICY_TERMS: dict[str, Any] = {
+    "clip": CLIP,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "dis": DIS,
+    "dppo_tv": DPPO_TV,
+    "dppo_kl": DPPO_KL,
+}
 
 K1, K2, K3, FULL = range(1, 5)
 ESTIMATORS: dict[str, Any] = {"k1": K1, "k2": K2, "k3": K3, "full": FULL}
@@ -677,7 +685,21 @@ def sampled_kl(difference, estimator):
 
 
 @compiled
-def _policy_term(logprob, ratio, advantage, is_clamped, loss):
+def _bounded_variable(logprob, old_logprob, ratio, loss):
+    """Return the variable that the clip range bounds; see `definition.bounded_variable`."""
+    if loss.policy_term != DPPO_TV and loss.policy_term != DPPO_KL:
+        return ratio
+    p = math.exp(logprob)
+    q = math.exp(old_logprob)
+    if loss.policy_term == DPPO_TV:
+        return 1.0 + (p - q)
+    others = math.log((1.0 - q + DPPO_EPSILON) / (1.0 - p + DPPO_EPSILON))
+    kl = q * (old_logprob - logprob) + (1.0 - q) * others
+    return 1.0 - kl if p < q else 1.0 + kl
+
+
+@compiled
+def _policy_term(logprob, ratio, bounded, advantage, is_clamped, loss):
     """Return (policy term, its derivative by the logprob); see `definition.policy_term`.
 
     NaN for a number that is no term's.
@@ -702,9 +724,12 @@ def _policy_term(logprob, ratio, advantage, is_clamped, loss):
     coefficient = math.nan
     if loss.policy_term == CISPO:
         coefficient = min(max(ratio, loss.lowest_ratio), loss.highest_ratio)
-    elif loss.policy_term == DIS:
-        is_outside = ratio > loss.highest_ratio or ratio < loss.lowest_ratio
-        coefficient = 0.0 if is_outside else ratio
+    above = bounded > loss.highest_ratio
+    below = bounded < loss.lowest_ratio
+    if loss.policy_term == DIS:
+        coefficient = 0.0 if above or below else ratio
+    elif loss.policy_term == DPPO_TV or loss.policy_term == DPPO_KL:
+        coefficient = 0.0 if (above if advantage > 0 else below) else ratio
     by_logprob = -coefficient * advantage
     return by_logprob * logprob, by_logprob
 
@@ -722,7 +747,8 @@ def _token_loss(logprob, full_kl, token, loss, i):
     is_clamped = abs(difference) > LOG_RATIO_LIMIT
     ratio = math.exp(min(max(difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
     ratio = difference if difference != difference else ratio
-    policy, by_logprob = _policy_term(logprob, ratio, advantage, is_clamped, loss)
+    bounded = _bounded_variable(logprob, token.old_logprobs[i], ratio, loss)
+    policy, by_logprob = _policy_term(logprob, ratio, bounded, advantage, is_clamped, loss)
     importance = token.importance_weights[i] if len(token.importance_weights) else 1.0
     policy *= importance
     by_logprob *= importance
@@ -753,8 +779,9 @@ def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
     total = policy - loss.entropy_coef * entropy
     if loss.kl_coef != 0:
         total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
-    above = ratio > loss.highest_ratio
-    below = ratio < loss.lowest_ratio
+    bounded = _bounded_variable(logprob, token.old_logprobs[i], ratio, loss)
+    above = bounded > loss.highest_ratio
+    below = bounded < loss.lowest_ratio
     return Sums(
         loss=weight * total,
         policy_loss=weight * policy,

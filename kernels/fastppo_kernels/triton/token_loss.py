@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastppo_kernels.records import SUMS, StatsGradients, Sums
+from fastppo_kernels.records import DPPO_EPSILON, SUMS, StatsGradients, Sums
 from fastppo_kernels.triton.jit import RATIO_LIMIT, between, ratio_weighted_slope, sampled_kl
 
 SUM_COUNT = tl.constexpr(len(SUMS))
+EPSILON = tl.constexpr(DPPO_EPSILON)
 
 
 class LossResults(NamedTuple):
@@ -34,7 +35,21 @@ class LossResults(NamedTuple):
 
 
 @triton.jit
-def _policy_term(logprob, ratio, advantage, is_clamped, objective):
+def _bounded_variable(logprob, old_logprob, ratio, objective):
+    """Return the variable that the clip range bounds; see `definition.bounded_variable`."""
+    if objective.policy_term == "dppo_tv":
+        return 1 + (tl.exp(logprob) - tl.exp(old_logprob))
+    elif objective.policy_term == "dppo_kl":
+        p = tl.exp(logprob)
+        q = tl.exp(old_logprob)
+        kl = q * (old_logprob - logprob) + (1 - q) * tl.log((1 - q + EPSILON) / (1 - p + EPSILON))
+        return tl.where(p < q, 1 - kl, 1 + kl)
+    else:
+        return ratio
+
+
+@triton.jit
+def _policy_term(logprob, ratio, bounded, advantage, is_clamped, objective):
     """Return (policy term, its derivative by the logprob, 1 if the dual clip bounds it).
 
     A derivative is 0 where a clip is active or the ratio's exponent is clamped. NaN satisfies none
@@ -66,9 +81,17 @@ def _policy_term(logprob, ratio, advantage, is_clamped, objective):
         if objective.policy_term == "cispo":
             coefficient = between(ratio, objective.lowest_ratio, objective.highest_ratio)
         else:
-            tl.static_assert(objective.policy_term == "dis", "expected clip, cispo, sapo or dis")
-            outside = (ratio > objective.highest_ratio) | (ratio < objective.lowest_ratio)
-            coefficient = tl.where(outside, 0.0, ratio)
+            above = bounded > objective.highest_ratio
+            below = bounded < objective.lowest_ratio
+            if objective.policy_term == "dis":
+                masked = above | below
+            else:
+                tl.static_assert(
+                    objective.policy_term == "dppo_tv" or objective.policy_term == "dppo_kl",
+                    "expected clip, cispo, sapo, dis, dppo_tv or dppo_kl",
+                )
+                masked = tl.where(advantage > 0, above, below)
+            coefficient = tl.where(masked, 0.0, ratio)
         by_logprob = -coefficient * advantage
         return by_logprob * logprob, by_logprob, 0.0
 
@@ -83,11 +106,13 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
         per_token.ref_logprobs is not None and objective.kl_estimator != "full"
     )
     advantage = tl.load(per_token.advantages + index).to(tl.float32)
-    difference = stats.logprob - tl.load(per_token.old_logprobs + index).to(tl.float32)
+    old_logprob = tl.load(per_token.old_logprobs + index).to(tl.float32)
+    difference = stats.logprob - old_logprob
     ratio = tl.exp(between(difference, -RATIO_LIMIT, RATIO_LIMIT))
     is_clamped = tl.abs(difference) > RATIO_LIMIT
+    bounded = _bounded_variable(stats.logprob, old_logprob, ratio, objective)
     policy, g_logprob, dual_clipped = _policy_term(
-        stats.logprob, ratio, advantage, is_clamped, objective
+        stats.logprob, ratio, bounded, advantage, is_clamped, objective
     )
     if per_token.importance_weights is not None:
         importance = tl.load(per_token.importance_weights + index).to(tl.float32)
@@ -111,8 +136,8 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
         # A KL that is only reported may be infinite, and 0·inf is NaN.
         loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
     approx_kl, _ = sampled_kl(-difference, "k3")
-    above = ratio > objective.highest_ratio
-    below = ratio < objective.lowest_ratio
+    above = bounded > objective.highest_ratio
+    below = bounded < objective.lowest_ratio
     positive = advantage > 0
     negative = advantage < 0
     shares = Sums(

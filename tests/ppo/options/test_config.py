@@ -38,7 +38,7 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty, sapo or"),
         ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
         ({"importance_mode": "token_mask", "importance_cap": None}, "effect only with an import"),
-        ({"objective": "ppo"}, "dis, file.py:function, package.module:function, got 'ppo'"),
+        ({"objective": "ppo"}, "dppo_kl, file.py:function, package.module:function, got 'ppo'"),
         ({"objective": "a.py:f", "clip_ratio": 0.1}, "effect only with an objective with a clip"),
         (
             {"objective": "a.py:f", "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
