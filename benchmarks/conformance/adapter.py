@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.conformance.formulas import DETACHED
+
 Inputs = dict[str, Tensor]
 Answer = Callable[..., Mapping[str, Any]]
 """Called with the inputs and, as keywords, the options; returns some of the answer's outputs."""
@@ -77,9 +79,9 @@ def policy_outputs(
         return sum((loss(logprobs, torch.tensor(rows)) for rows in microbatches), torch.zeros(()))
 
     value, gradient = with_gradient(total, inputs["logprobs"])
-    # The value of a surrogate with detached factors means nothing.
-    detached = objective in ("cispo", "dis")
-    return {"gradient": gradient} if detached else {"loss": value, "gradient": gradient}
+    return (
+        {"gradient": gradient} if objective in DETACHED else {"loss": value, "gradient": gradient}
+    )
 
 
 def rows_of(inputs: Inputs, rows: Tensor | None) -> Inputs:

@@ -16,6 +16,9 @@ import numpy as np
 Array = np.ndarray
 Arrays = dict[str, Array]
 
+DETACHED = ("cispo", "dis", "dppo_tv", "dppo_kl")
+"""Objectives with detached factors, whose value means nothing: only the gradient is compared."""
+
 STEP = 1e-6
 """Of the central differences: an error of 1e-10 in fp64."""
 
@@ -189,6 +192,14 @@ def policy_term(
     if objective == "dis":
         inside = (detached > low) & (detached < high)
         return -np.where(inside, detached, 0.0) * advantages * logprobs
+    if objective.startswith("dppo"):
+        p, q = np.exp(fixed), np.exp(old)
+        divergence = np.abs(p - q)
+        if objective == "dppo_kl":
+            divergence = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+        leaving = np.where(advantages > 0, p > q, p < q)
+        beyond = divergence > np.where(advantages > 0, clip[1], clip[0])
+        return -np.where(leaving & beyond, 0.0, detached) * advantages * logprobs
     tau = np.where(advantages > 0, *more["tau"])
     return -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * advantages
 
@@ -226,7 +237,7 @@ def policy(
     if "gradient" in nan:
         outputs["gradient"][np.isnan(logprobs)] = np.nan
     # The value of a surrogate with detached factors means nothing.
-    if options["objective"] not in ("cispo", "dis"):
+    if options["objective"] not in DETACHED:
         outputs["loss"] = np.array(np.nan if "loss" in nan else loss(logprobs))
     return outputs
 

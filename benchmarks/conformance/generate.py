@@ -21,6 +21,7 @@ SHAPING = (
 WHITEN = "Ziegler et al. 2019, the code of lm-human-preferences, `whiten`"
 KL = "Schulman 2020, Approximating KL divergence"
 PPO = "Schulman et al. 2017 (arXiv:1707.06347), eq. 7"
+DPPO = "Qi et al. 2026 (DPPO, arXiv:2602.04879), eq. 11, 12, "
 IMPORTANCE = "Precup et al. 2000: a sequence's ratio is the product; Espeholt et al. 2018 (V-trace)"
 
 GAP = np.array([[1, 1, 0, 0, 1, 1], [1, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]], bool)
@@ -67,6 +68,14 @@ def updated(log_ratios: Any, advantages: Any, mask: Array | None = None) -> Arra
         "advantages": np.array(advantages, np.float64)[:, None] * np.ones_like(new),
         "mask": np.ones(new.shape, bool) if mask is None else mask,
     }
+
+
+def probable() -> Arrays:
+    """Probabilities that change by up to 0.3; a rare token's grows tenfold."""
+    new = np.array([[0.45, 0.1, 0.02], [0.3, 0.5, 0.2]])
+    old = np.array([[0.2, 0.15, 0.002], [0.6, 0.4, 0.21]])
+    new, old = (np.round(np.log(x) * 64) / 64 for x in (new, old))
+    return updated(new - old, [1.0, -1.0]) | {"logprobs": new, "old_logprobs": old}
 
 
 def batches() -> Arrays:
@@ -167,6 +176,8 @@ ROWS: list[Row] = [
     ("cispo-below", "Objectives", "policy", "Is the ratio clipped below 1 − ε?", "MiniMax 2025, section 3.1", {"objective": "cispo", "clip": [0.2, 0.2]}, updated([[LOW, 0.05, LOW], [LOW, -0.05, 0.0]], [1.0, -1.0])),
     ("sapo", "Objectives", "policy", "Is the gate 4/τ·σ(τ(r − 1)), with one τ for A > 0 and another for A ≤ 0?", "Gao et al. 2025 (SAPO, arXiv:2511.20347)", {"objective": "sapo", "clip": [0.2, 0.2], "tau": [1.0, 1.75], "aggregation": "seq-mean-token-mean"}, updated(normal(25, 2, 3) / 2, [1.0, -1.0])),
     ("dis", "Objectives", "policy", "Is the detached ratio 0 outside of the range?", "Hou et al. 2026 (SAO, arXiv:2607.07508), eq. 1", {"objective": "dis", "clip": [0.2, 0.25]}, updated([[HIGH, 0.05, LOW], [LOW, HIGH, -0.05]], [1.0, -1.0])),
+    ("dppo-tv", "Objectives", "policy", "Is a token masked by the change of its probability, and not of its ratio, in the direction of its advantage?", DPPO + "13", {"objective": "dppo_tv", "clip": [0.1, 0.15]}, probable()),
+    ("dppo-kl", "Objectives", "policy", "Is a token masked by the binary KL(q‖p) in the direction of its advantage?", DPPO + "14", {"objective": "dppo_kl", "clip": [0.05, 0.05]}, probable()),
     ("value-half", "Value loss", "value", "Is the loss ½(V − R)², or (V − R)²?", "OpenAI baselines, ppo2; Schulman et al. 2017, eq. 9, has no ½", {"clip": None}, valued(FULL)),
     ("value-clip", "Value loss", "value", "Is the larger of both errors taken, with the change of V clipped?", "OpenAI baselines, ppo2", {"clip": 0.2}, valued(FULL)),
     ("value-token-mean", "Value loss", "value", "Does each token count the same, in sequences of different lengths?", "Schulman et al. 2017, eq. 9: the mean over time steps", {"clip": 0.2}, valued(TAIL)),

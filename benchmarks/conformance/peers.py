@@ -185,7 +185,7 @@ def trl_grpo() -> dict[str, Answer]:
         length: int | None = None,
         microbatches: list[list[int]] | None = None,
     ) -> Mapping[str, Any]:
-        need(objective != "dis", "no loss type with this mask")
+        need(objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
         need(aggregation in TRL_LOSSES, "no loss type with this aggregation")
         sizes = {len(rows) for rows in microbatches or []}
         need(len(sizes) < 2, "all of its microbatches have the same number of sequences")
@@ -277,7 +277,7 @@ def verl() -> dict[str, Answer]:
             ppo_micro_batch_size_per_gpu=1,
             clip_ratio_low=clip[0],
             clip_ratio_high=clip[1],
-            clip_ratio_c=dual_clip or NO_CLIP,
+            clip_ratio_c=dual_clip or NO_CLIP,  # of DPPO: bounds the detached ratio
             **options,
         )
         mask = inputs["mask"].float()
@@ -552,7 +552,7 @@ def skyrl() -> dict[str, Answer]:
         "seq-mean-token-mean": "sequence_mean",
         "constant": "seq_mean_token_sum_norm",
     }
-    objectives = {"clip": "regular", "dis": "rollout_is"}
+    objectives = {"clip": "regular", "dis": "rollout_is", "dppo_tv": "dppo", "dppo_kl": "dppo"}
 
     def policy(
         inputs: Inputs,
@@ -575,6 +575,8 @@ def skyrl() -> dict[str, Answer]:
             clip_ratio_c=dual_clip or NO_CLIP,
         )
         config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high = clip
+        config.dppo.delta_low, config.dppo.delta_high = clip
+        config.dppo.dppo_type = objective.replace("dppo", "binary")
         if tau:
             config.sapo.tau_pos, config.sapo.tau_neg = tau
         # Its trainer scales the advantages, so that the sum is the reduction.
@@ -805,7 +807,7 @@ def liger() -> dict[str, Answer]:
         length: int | None = None,
         microbatches: list[list[int]] | None = None,
     ) -> Mapping[str, Any]:
-        need(objective != "dis", "no loss type with this mask")
+        need(objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
         need(aggregation in losses, "no loss type with this aggregation")
         need(dual_clip is None, "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)")
         taus = {"sapo_temperature_pos": tau[0], "sapo_temperature_neg": tau[1]} if tau else {}
