@@ -110,4 +110,6 @@ def test_trls_grpo_with_the_fused_loss_is_the_same_run_in_less_memory() -> None:
 
 def test_every_example_is_run() -> None:
     others = {"tasks.py", "fsdp2.py", "lora_head.py", "trl_grpo.py"}
-    assert {path.name for path in EXAMPLES} == {*LEARN, *others}
+    # In tests/functional/test_user_functions.py, tests/ppo/test_functions.py and test_optimizer.py.
+    functions = {"objective.py", "objectives.py", "optimizer.py"}
+    assert {path.name for path in EXAMPLES} == {*LEARN, *others, *functions}

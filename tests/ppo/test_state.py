@@ -36,6 +36,8 @@ def _used(config: PPOConfig) -> RunState:
     state.usual_scores.add(0.4)
     state.rate_control.rate = 3e-4
     state.has_signal = False
+    if state.entropy_control is not None:
+        state.entropy_control.update(1.0)
     for kl in (1.0, 2.0, 4.0):
         state.watch({"kl": kl})
     return state
@@ -46,7 +48,7 @@ CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL, "penalty": PenaltyKL}
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_the_state_round_trips_through_json(controller: str) -> None:
-    config = PPOConfig(kl_controller=controller, kl_coef=0.3)
+    config = PPOConfig(kl_controller=controller, kl_coef=0.3, schedules=["entropy_coef=target:1.5"])
     used = _used(config)
     assert type(used.kl_control) is CONTROLLERS[controller]
     restored = RunState.of(config)
@@ -64,6 +66,7 @@ def test_every_field_of_the_state_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
     parts |= {"successes", "value_regression", "usual_scores", "rate_control", "has_signal"}
+    parts |= {"entropy_control"}
     names = {field.name for field in fields(RunState)}
     assert names == parts | {*COUNTERS}
 
