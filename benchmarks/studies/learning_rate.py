@@ -314,10 +314,11 @@ def draw(records: dict[Run, Records], path: Path) -> None:
 
 
 def keep(records: dict[Run, Records], path: Path) -> None:
-    """Write the reward curves of all runs, and the learning rates of `auto`."""
+    """Write the reward curves of all runs, trained on and reported, and the rates of `auto`."""
     curves: dict[str, Any] = {}
     for run, kept_records in records.items():
-        names = [TASKS[run.task].reward, *(["learning_rate"] if run.setting in AUTO else [])]
+        names = list(dict.fromkeys([TASKS[run.task].reward, "reward"]))
+        names += ["learning_rate"] if run.setting in AUTO else []
         case = curves.setdefault(f"{run.task}, {run.batch}", {}).setdefault(run.setting, {})
         case[str(run.seed)] = {name: [record[name] for record in kept_records] for name in names}
     path.write_text(json.dumps(curves), encoding="utf-8")

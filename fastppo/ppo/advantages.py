@@ -301,7 +301,8 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     count = len(rewarded.values)
     lengths = rewarded.batch.written_lengths
     rows, first, _ = _ends(lengths, rewarded.batch.device)
-    of_response = rewarded.last.index_put((rows,), result.advantages[first])
+    of_response = rewarded.last.to(result.advantages.dtype)
+    of_response = of_response.index_put((rows,), result.advantages[first])
     by_response = _against_group(of_response, options)
     lengths = on_device(lengths, rewarded.batch.device)
     advantages = by_response.repeat_interleave(lengths, output_size=count)

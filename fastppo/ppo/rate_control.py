@@ -15,7 +15,7 @@ slowly.
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
-its first measurement, and so needs a second one.
+its first measurement, unless that one exceeds the target.
 
 If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
 collapse do so by one such step.
@@ -92,7 +92,7 @@ class AdaptiveRate(FixedRate):
     def __init__(self) -> None:
         self.rate: float = FIRST_RATE
         self.is_searching = True
-        self.reached = FIRST_RATE
+        self.reached: float | None = None
         """The latest rate whose update came near the target."""
         self.first_moved = 0.0
         self.first_path = 0.0
@@ -137,7 +137,6 @@ class AdaptiveRate(FixedRate):
         self.is_too_far = moved > TOO_FAR
         if self.is_searching:
             self._search(moved)
-            self.reached = self.rate
 
     def step_taken(self) -> None:
         """Count a step at the current rate."""
@@ -153,7 +152,8 @@ class AdaptiveRate(FixedRate):
             self.reached = self.rate
         gain = 1.0 if expected > 1 else RAISE
         change = min(max(expected ** (-gain / 2), 1 / CHANGE), CHANGE)
-        self._set(min(self.rate * change, CHANGE * self.reached))
+        rate = self.rate * change
+        self._set(rate if self.reached is None else min(rate, CHANGE * self.reached))
 
     def _search(self, moved: float) -> None:
         is_first = self.first_path == 0

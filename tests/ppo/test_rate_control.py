@@ -62,6 +62,21 @@ def test_the_search_sees_through_a_kl_of_rounding(noise: float, updates: int) ->
     assert 3e-5 < control.rate < 3e-4
 
 
+def test_a_search_that_rounding_ends_does_not_bound_the_rate() -> None:
+    """With eight steps, the KL of rounding, 0.002 nats, looks like the whole target."""
+    control = AdaptiveRate()
+    for _ in range(15):
+        control.begin_update(0.05, 8)
+        path = 0.0
+        for step in range(8):
+            rounding = 0.002 if step else 0.0
+            control.before_step(0.05 * (path / 8e-4) ** 2 * 8 / max(step, 1) + rounding)
+            path += control.rate
+            control.step_taken()
+        control.end_update()
+    assert 5e-5 < control.rate < 2e-4
+
+
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_the_rate_follows_a_change(factor: float) -> None:
     control = AdaptiveRate()
