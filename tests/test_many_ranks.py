@@ -47,7 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sampler": NARROW_CRITIC | {"old_logprobs": "sampler"},
     "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},
-    "warm-up": WIDE | SHORT | {"value_model": "detached", "value_warmup_iterations": 1},
+    # The second batch of two iterations has no signal.
+    "warm-up": WIDE
+    | SHORT
+    | {"value_model": "detached", "value_warmup_iterations": 1, "iterations": 3},
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
     "auto": WIDE | SHORT | {"learning_rate": "auto", "iterations": 4},
