@@ -15,7 +15,7 @@ slowly.
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
-its first measurement, unless that one exceeds the target.
+its first measurement.
 
 If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
 collapse do so by one such step.
@@ -41,7 +41,7 @@ SEARCH_GROWTH = 10.0
 """Largest factor on the rate per step during the search."""
 
 PROBE = 2.0
-"""Smallest factor after the first measurement of the search, unless it exceeds the target."""
+"""Smallest factor after the first measurement of the search, unless it ends the search."""
 
 SEARCH_END = 0.25
 """Share of the expected KL at which the search ends."""
@@ -162,7 +162,8 @@ class AdaptiveRate(FixedRate):
         caused = max(moved - self.first_moved, LEAST_KL)
         # Quadratic in the steps, the most that is possible: the first steps may be small.
         expected = caused * (self.steps * self.rate) ** 2 / (self._path**2 - self.first_path**2)
-        self.is_searching = expected < (1 if is_first else SEARCH_END)
+        # An extrapolated first measurement may be rounding, times the squared number of steps.
+        self.is_searching = (moved if is_first else expected) < SEARCH_END
         change = min(expected**-0.5, SEARCH_GROWTH)
         if is_first:
             self.first_moved, self.first_path = moved, self._path
