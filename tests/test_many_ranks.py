@@ -52,6 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | SHORT
     | {"value_model": "detached", "value_warmup_iterations": 1, "iterations": 3},
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
+    "dynamic sampling": WIDE
+    | SHORT
+    | {"advantage": "rloo", "samples_per_prompt": 2, "vf_coef": 0.0, "dynamic_sampling": 2},
+    "masked": WIDE | SHORT | {"truncated": "mask", "max_new_tokens": 24},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
     "auto": WIDE | SHORT | {"learning_rate": "auto", "iterations": 4},
     "momentum": WIDE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,31 @@ Answer = Callable[..., Mapping[str, Any]]
 
 class NotOfferedError(Exception):
     """The package has no function for this; the message says what comes closest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The options of a policy loss."""
+
+    objective: str
+    clip: Sequence[float]
+    """(ε_low, ε_high)."""
+    dual_clip: float | None = None
+    tau: Sequence[float] | None = None
+    """Of SAPO, for A > 0 and for A ≤ 0."""
+    aggregation: str = "token-mean"
+    length: int | None = None
+    """Divisor of the aggregation "constant"."""
+    microbatches: list[list[int]] | None = None
+    """Rows of each microbatch; None for the whole batch at once."""
+
+    @property
+    def low(self) -> float:
+        return self.clip[0]
+
+    @property
+    def high(self) -> float:
+        return self.clip[1]
 
 
 @dataclass(frozen=True)
@@ -66,23 +91,20 @@ def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tens
 
 
 def policy_outputs(
-    loss: Callable[[Tensor, Tensor | None], Tensor],
-    inputs: Inputs,
-    objective: str,
-    microbatches: list[list[int]] | None = None,
+    loss: Callable[[Tensor, Inputs], Tensor], inputs: Inputs, options: Policy
 ) -> Mapping[str, Tensor]:
-    """Sum a loss of (logprobs, rows) over microbatches; rows are None for the whole batch."""
+    """Sum a loss of (logprobs, inputs) over the microbatches. Both have the microbatch's rows."""
 
     def total(logprobs: Tensor) -> Tensor:
-        if microbatches is None:
-            return loss(logprobs, None)
-        return sum((loss(logprobs, torch.tensor(rows)) for rows in microbatches), torch.zeros(()))
+        if options.microbatches is None:
+            return loss(logprobs, inputs)
+        parts = [
+            loss(logprobs[rows], {name: x[rows] for name, x in inputs.items()})
+            for rows in map(torch.tensor, options.microbatches)
+        ]
+        return torch.stack(parts).sum()
 
     value, gradient = with_gradient(total, inputs["logprobs"])
-    return (
-        {"gradient": gradient} if objective in DETACHED else {"loss": value, "gradient": gradient}
-    )
-
-
-def rows_of(inputs: Inputs, rows: Tensor | None) -> Inputs:
-    return inputs if rows is None else {name: x[rows] for name, x in inputs.items()}
+    if options.objective in DETACHED:
+        return {"gradient": gradient}
+    return {"loss": value, "gradient": gradient}

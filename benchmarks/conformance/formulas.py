@@ -200,7 +200,8 @@ def policy_term(
         leaving = np.where(advantages > 0, p > q, p < q)
         beyond = divergence > np.where(advantages > 0, clip[1], clip[0])
         return -np.where(leaving & beyond, 0.0, detached) * advantages * logprobs
-    tau = np.where(advantages > 0, *more["tau"])
+    tau_positive, tau_negative = more["tau"]
+    tau = np.where(advantages > 0, tau_positive, tau_negative)
     return -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * advantages
 
 

@@ -15,9 +15,9 @@ from benchmarks.conformance.adapter import (
     Adapter,
     Answer,
     Inputs,
+    Policy,
     need,
     policy_outputs,
-    rows_of,
     with_gradient,
 )
 from fastppo.data.batch import Batch
@@ -105,41 +105,29 @@ def _kl_control(
     return {"coefs": torch.tensor(coefs)}
 
 
-def _denominator(mask: Tensor, aggregation: str, length: int | None) -> float:
+def _policy(inputs: Inputs, backend: str, **given: Any) -> Mapping[str, Any]:
+    options = Policy(**given)
+    aggregation = options.aggregation
     if aggregation == "token-mean":
-        return float(mask.sum())
-    return float(len(mask) * (length or 1))
+        denominator = float(inputs["mask"].sum())
+    else:
+        denominator = float(len(inputs["mask"]) * (options.length or 1))
 
-
-def _policy(
-    inputs: Inputs,
-    backend: str,
-    objective: str,
-    clip: list[float],
-    dual_clip: float | None = None,
-    tau: list[float] | None = None,
-    aggregation: str = "token-mean",
-    length: int | None = None,
-    microbatches: list[list[int]] | None = None,
-) -> Mapping[str, Any]:
-    denominator = _denominator(inputs["mask"], aggregation, length)
-
-    def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-        part = rows_of(inputs, rows)
+    def loss(logprobs: Tensor, part: Inputs) -> Tensor:
         return _ppo_loss(
-            logprobs if rows is None else logprobs[rows],
+            logprobs,
             part,
-            objective=objective,
-            clip_ratio=tuple(clip),
-            dual_clip=dual_clip,
-            sapo_tau=None if tau is None else tuple(tau),
+            objective=options.objective,
+            clip_ratio=tuple(options.clip),
+            dual_clip=options.dual_clip,
+            sapo_tau=None if options.tau is None else tuple(options.tau),
             importance_weights=part.get("importance_weights"),
             aggregation="token-sum" if aggregation == "constant" else aggregation,
             denominator=denominator,
             backend=backend,
         ).loss
 
-    return policy_outputs(loss, inputs, objective, microbatches)
+    return policy_outputs(loss, inputs, options)
 
 
 def _value(inputs: Inputs, backend: str, clip: float | None) -> Mapping[str, Any]:

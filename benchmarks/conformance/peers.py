@@ -25,10 +25,10 @@ from benchmarks.conformance.adapter import (
     Adapter,
     Answer,
     Inputs,
+    Policy,
     module,
     need,
     policy_outputs,
-    rows_of,
     with_gradient,
 )
 
@@ -62,8 +62,17 @@ def token_scores(inputs: Inputs) -> Tensor:
     return placed
 
 
-def groups(scores: Tensor, size: int) -> np.ndarray:
-    return np.arange(len(scores)) // size
+def outcome_scores(scores: Tensor, size: int) -> dict[str, Any]:
+    """Return the arguments of verl's and SkyRL's advantages of whole responses, of one token each.
+
+    Args:
+        size: adjacent responses to each prompt.
+    """
+    return {
+        "token_level_rewards": scores[:, None].clone(),
+        "response_mask": torch.ones_like(scores)[:, None],
+        "index": np.arange(len(scores)) // size,
+    }
 
 
 def adaptive(controller: Any, inputs: Inputs) -> Mapping[str, Any]:
@@ -113,19 +122,17 @@ def trl_grpo() -> dict[str, Answer]:
     def loss_of(
         logprobs: Tensor,
         inputs: Inputs,
+        options: Policy,
         *,
-        objective: str = "clip",
-        clip: tuple[float, float] = (0.2, 0.2),
-        loss_type: str = "bnpo",
+        loss_type: str,
         beta: float = 0.0,
         kl_weighted: bool = False,
-        tau: tuple[float, float] = (1.0, 1.0),
-        steps: int = 1,
-        length: int | None = None,
         token_count: Tensor | None = None,
     ) -> Tensor:
         """Call `GRPOTrainer.compute_loss` for a model that returns these logprobs."""
         mask = inputs["mask"].long()
+        tau_positive, tau_negative = options.tau or (1.0, 1.0)
+        steps = len(options.microbatches or [[]])
         out = SimpleNamespace(log_probs=logprobs, entropy=torch.zeros_like(logprobs))
         model = MagicMock(return_value=out)
         stand = object.__new__(trainer)
@@ -140,8 +147,8 @@ def trl_grpo() -> dict[str, Answer]:
             args=SimpleNamespace(
                 delta=None,
                 use_bias_correction_kl=kl_weighted,
-                sapo_temperature_pos=tau[0],
-                sapo_temperature_neg=tau[1],
+                sapo_temperature_pos=tau_positive,
+                sapo_temperature_neg=tau_negative,
                 steps_per_generation=steps,
                 report_to=[],
             ),
@@ -149,15 +156,15 @@ def trl_grpo() -> dict[str, Answer]:
             aux_loss_enabled=False,
             top_entropy_quantile=1.0,
             off_policy_mask_threshold=None,
-            importance_sampling_level="sequence" if objective == "gspo" else "token",
+            importance_sampling_level="sequence" if options.objective == "gspo" else "token",
             beta=beta,
-            loss_type=objective if objective in ("cispo", "sapo") else loss_type,
-            epsilon_low=clip[0],
-            epsilon_high=1 + clip[1] if objective == "cispo" else clip[1],
+            loss_type=options.objective if options.objective in ("cispo", "sapo") else loss_type,
+            epsilon_low=options.low,
+            epsilon_high=1 + options.high if options.objective == "cispo" else options.high,
             use_vllm="importance_weights" in inputs,
             vllm_importance_sampling_correction=True,
             current_gradient_accumulation_steps=steps,
-            max_completion_length=length,
+            max_completion_length=options.length,
             _entropy_bonus_enabled=False,
             _metrics={"train": defaultdict(list)},
         )
@@ -175,39 +182,31 @@ def trl_grpo() -> dict[str, Answer]:
         }
         return stand.compute_loss(model, batch)
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        tau: list[float] | None = None,
-        aggregation: str = "token-mean",
-        length: int | None = None,
-        microbatches: list[list[int]] | None = None,
-    ) -> Mapping[str, Any]:
-        need(objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
-        need(aggregation in TRL_LOSSES, "no loss type with this aggregation")
-        sizes = {len(rows) for rows in microbatches or []}
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
+        need(options.aggregation in TRL_LOSSES, "no loss type with this aggregation")
+        sizes = {len(rows) for rows in options.microbatches or []}
         need(len(sizes) < 2, "all of its microbatches have the same number of sequences")
-        need(dual_clip is None, "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)")
+        need(
+            options.dual_clip is None,
+            "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)",
+        )
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             return loss_of(
-                logprobs if rows is None else logprobs[rows],
-                rows_of(inputs, rows),
-                objective=objective,
-                clip=(clip[0], clip[1]),
-                loss_type=TRL_LOSSES[aggregation],
-                tau=(1.0, 1.0) if tau is None else (tau[0], tau[1]),
-                steps=len(microbatches or [[]]),
-                length=length,
+                logprobs,
+                part,
+                options,
+                loss_type=TRL_LOSSES[options.aggregation],
                 token_count=inputs["mask"].sum(),
             )
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     def kl(inputs: Inputs, estimator: str, ratio_weighted: bool = False) -> Mapping[str, Any]:
         need(estimator == "k3", "its KL is k3")
+        ppo = Policy(objective="clip", clip=(0.2, 0.2))
         logprobs = inputs["logprobs"]
         zeros = {
             "mask": torch.ones_like(logprobs, dtype=torch.bool),
@@ -216,7 +215,9 @@ def trl_grpo() -> dict[str, Answer]:
         }
 
         def total(x: Tensor) -> Tensor:
-            loss = loss_of(x, zeros | inputs, beta=1.0, kl_weighted=ratio_weighted)
+            loss = loss_of(
+                x, zeros | inputs, ppo, loss_type="bnpo", beta=1.0, kl_weighted=ratio_weighted
+            )
             return loss * logprobs.numel()
 
         return {"gradient": with_gradient(total, logprobs)[1]}
@@ -260,46 +261,41 @@ def verl() -> dict[str, Answer]:
         )
         return {"kl": value, "gradient": gradient}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        tau: list[float] | None = None,
-        aggregation: str = "token-mean",
-        length: int | None = None,
-        microbatches: list[list[int]] | None = None,
-    ) -> Mapping[str, Any]:
-        options = {"tau_pos": tau[0], "tau_neg": tau[1]} if tau else {}
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        taus = {}
+        if options.tau:
+            taus = {"tau_pos": options.tau[0], "tau_neg": options.tau[1]}
         config = actor_config(
             strategy="fsdp",
             rollout_n=1,
             ppo_micro_batch_size_per_gpu=1,
-            clip_ratio_low=clip[0],
-            clip_ratio_high=clip[1],
-            clip_ratio_c=dual_clip or NO_CLIP,  # of DPPO: bounds the detached ratio
-            **options,
+            clip_ratio_low=options.low,
+            clip_ratio_high=options.high,
+            clip_ratio_c=options.dual_clip or NO_CLIP,  # of DPPO: bounds the detached ratio
+            **taus,
         )
         mask = inputs["mask"].float()
         config.global_batch_info.update(
             batch_num_tokens=mask.sum(),
             global_batch_size=(mask.sum(1) > 0).sum(),
-            loss_scale_factor=length,
+            loss_scale_factor=options.length,
         )
-        mode = "seq-mean-token-sum-norm" if aggregation == "constant" else aggregation
+        mode = options.aggregation
+        if mode == "constant":
+            mode = "seq-mean-token-sum-norm"
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs, rows)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             given = {
-                "log_prob": logprobs if rows is None else logprobs[rows],
+                "log_prob": logprobs,
                 "advantages": part["advantages"],
                 "response_mask": part["mask"].float(),
                 "loss_agg_mode": mode,
                 "config": config,
                 "rollout_is_weights": part.get("importance_weights"),
             }
-            if objective == "dis":  # REINFORCE with IcePop's weights
-                bounds = f"{1 - clip[0]}_{1 + clip[1]}"
+            if options.objective == "dis":  # REINFORCE with IcePop's weights
+                bounds = f"{1 - options.low}_{1 + options.high}"
                 given["rollout_is_weights"], _ = correction.compute_rollout_correction_weights(
                     given["log_prob"].detach() - part["old_logprobs"],
                     given["response_mask"],
@@ -309,12 +305,11 @@ def verl() -> dict[str, Answer]:
                 return algorithms.compute_policy_loss_reinforce(
                     rollout_log_prob=part["old_logprobs"], **given
                 )[0]
-            name = "vanilla" if objective == "clip" else objective
-            return algorithms.get_policy_loss_fn(name)(old_log_prob=part["old_logprobs"], **given)[
-                0
-            ]
+            name = "vanilla" if options.objective == "clip" else options.objective
+            compute = algorithms.get_policy_loss_fn(name)
+            return compute(old_log_prob=part["old_logprobs"], **given)[0]
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     def value(inputs: Inputs, clip: float | None) -> Mapping[str, Any]:
         total, gradient = with_gradient(
@@ -350,13 +345,12 @@ def verl() -> dict[str, Answer]:
         return {"weights": weights}
 
     def group(inputs: Inputs, kind: str, size: int) -> Mapping[str, Any]:
-        scores = inputs["scores"][:, None].clone()
-        given = (scores, torch.ones_like(scores), groups(scores, size))
+        given = outcome_scores(inputs["scores"], size)
         if kind == "rloo":
-            made = algorithms.compute_rloo_outcome_advantage(*given)
+            made = algorithms.compute_rloo_outcome_advantage(**given)
         else:
             made = algorithms.compute_grpo_outcome_advantage(
-                *given, norm_adv_by_std_in_grpo=kind == "grpo"
+                **given, norm_adv_by_std_in_grpo=kind == "grpo"
             )
         return {"advantages": made[0][:, 0]}
 
@@ -380,8 +374,12 @@ def verl() -> dict[str, Answer]:
 
 
 def openrlhf() -> dict[str, Answer]:
-    attention = ("flash_attn", "flash_attn.bert_padding")
-    stand_in(*attention, "flash_attn.utils", "flash_attn.utils.distributed")
+    stand_in(
+        "flash_attn",
+        "flash_attn.bert_padding",
+        "flash_attn.utils",
+        "flash_attn.utils.distributed",
+    )
     losses = module("openrlhf.models.loss")
     utils = module("openrlhf.models.utils")
     control = module("openrlhf.trainer.ppo_utils.kl_controller").AdaptiveKLController
@@ -415,36 +413,31 @@ def openrlhf() -> dict[str, Answer]:
         )
         return {"kl": value, "gradient": gradient}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        aggregation: str = "token-mean",
-        microbatches: list[list[int]] | None = None,
-        **options: Any,
-    ) -> Mapping[str, Any]:
-        need(objective in ("clip", "gspo"), "policy_loss_type is ppo or gspo")
-        need(aggregation in ("token-mean", "seq-mean-token-mean"), "means by token or by sequence")
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective in ("clip", "gspo"), "policy_loss_type is ppo or gspo")
+        need(
+            options.aggregation in ("token-mean", "seq-mean-token-mean"),
+            "means by token or by sequence",
+        )
         correction = "importance_weights" in inputs
         function = losses.PolicyLoss(
-            clip_eps_low=clip[0],
-            clip_eps_high=clip[1],
-            dual_clip=dual_clip,
-            token_level_loss=aggregation == "token-mean",
-            policy_loss_type="ppo" if objective == "clip" else objective,
+            clip_eps_low=options.low,
+            clip_eps_high=options.high,
+            dual_clip=options.dual_clip,
+            token_level_loss=options.aggregation == "token-mean",
+            policy_loss_type="ppo" if options.objective == "clip" else options.objective,
             is_correction_level="token" if correction else "off",
             is_correction_mode="clip" if correction else "mask",
             is_correction_threshold=[0.0, NO_CLIP],
         )
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs, rows)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             rollout = None
             if correction:
                 rollout = part["old_logprobs"] - part["importance_weights"].log()
             return function(
-                logprobs if rows is None else logprobs[rows],
+                logprobs,
                 part["old_logprobs"],
                 part["advantages"],
                 part["mask"].float(),
@@ -453,7 +446,7 @@ def openrlhf() -> dict[str, Answer]:
                 global_batch_size=len(inputs["mask"]),
             )[0]
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     def value(inputs: Inputs, clip: float | None) -> Mapping[str, Any]:
         function = losses.ValueLoss(clip_eps=clip)
@@ -554,52 +547,45 @@ def skyrl() -> dict[str, Answer]:
     }
     objectives = {"clip": "regular", "dis": "rollout_is", "dppo_tv": "dppo", "dppo_kl": "dppo"}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        tau: list[float] | None = None,
-        aggregation: str = "token-mean",
-        length: int | None = None,
-        microbatches: list[list[int]] | None = None,
-    ) -> Mapping[str, Any]:
-        need(aggregation in reductions, "no reduction to the sum of a sequence")
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.aggregation in reductions, "no reduction to the sum of a sequence")
         need("importance_weights" not in inputs, "its correction computes the weights inside")
-        name = "dual_clip" if dual_clip else objectives.get(objective, objective)
+        name = objectives.get(options.objective, options.objective)
+        if options.dual_clip:
+            name = "dual_clip"
         config = config_module.AlgorithmConfig(
             policy_loss_type=name,
-            loss_reduction=reductions[aggregation],
-            eps_clip_low=clip[0],
-            eps_clip_high=clip[1],
-            clip_ratio_c=dual_clip or NO_CLIP,
+            loss_reduction=reductions[options.aggregation],
+            eps_clip_low=options.low,
+            eps_clip_high=options.high,
+            clip_ratio_c=options.dual_clip or NO_CLIP,
         )
-        config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high = clip
-        config.dppo.delta_low, config.dppo.delta_high = clip
-        config.dppo.dppo_type = objective.replace("dppo", "binary")
-        if tau:
-            config.sapo.tau_pos, config.sapo.tau_neg = tau
+        config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high = options.clip
+        config.dppo.delta_low, config.dppo.delta_high = options.clip
+        config.dppo.dppo_type = options.objective.replace("dppo", "binary")
+        if options.tau:
+            config.sapo.tau_pos, config.sapo.tau_neg = options.tau
         # Its trainer scales the advantages, so that the sum is the reduction.
         scaled = utils.apply_loss_reduction_to_advantages_minibatch(
             inputs["advantages"],
             inputs["mask"].float(),
-            reductions[aggregation],
+            reductions[options.aggregation],
             micro_batch_size=2,
-            max_seq_len=length or 1,
+            max_seq_len=options.length or 1,
         )
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs | {"advantages": scaled}, rows)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             return utils.PolicyLossRegistry.get(name)(
-                logprobs if rows is None else logprobs[rows],
+                logprobs,
                 part["old_logprobs"],
                 part["advantages"],
                 config,
                 part["mask"].float(),
-                part["old_logprobs"] if objective == "dis" else None,
+                part["old_logprobs"] if options.objective == "dis" else None,
             )[0]
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs | {"advantages": scaled}, options)
 
     def value(inputs: Inputs, clip: float | None) -> Mapping[str, Any]:
         config = SimpleNamespace(value_clip=clip)
@@ -626,12 +612,11 @@ def skyrl() -> dict[str, Answer]:
         return {"weights": weights.expand_as(inputs["logprobs"])}
 
     def group(inputs: Inputs, kind: str, size: int) -> Mapping[str, Any]:
-        scores = inputs["scores"][:, None].clone()
-        given = (scores, torch.ones_like(scores), groups(scores, size))
+        given = outcome_scores(inputs["scores"], size)
         if kind == "rloo":
-            made = utils.compute_rloo_outcome_advantage(*given)
+            made = utils.compute_rloo_outcome_advantage(**given)
         else:
-            made = utils.compute_grpo_outcome_advantage(*given, grpo_norm_by_std=kind == "grpo")
+            made = utils.compute_grpo_outcome_advantage(**given, grpo_norm_by_std=kind == "grpo")
         return {"advantages": made[0][:, 0]}
 
     return {
@@ -667,30 +652,26 @@ def areal() -> dict[str, Answer]:
         )
         return {"kl": value, "gradient": gradient}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        tau: list[float] | None = None,
-        aggregation: str = "token-mean",
-        microbatches: list[list[int]] | None = None,
-        **options: Any,
-    ) -> Mapping[str, Any]:
-        need(objective in ("clip", "gspo", "sapo"), LOGPROBS_ONLY)
-        need(objective != "clip" or aggregation == "token-mean", "the mean over tokens only")
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective in ("clip", "gspo", "sapo"), LOGPROBS_ONLY)
+        need(
+            options.objective != "clip" or options.aggregation == "token-mean",
+            "the mean over tokens only",
+        )
         count = inputs["mask"].sum()
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs, rows)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             given = {
-                "logprobs": logprobs if rows is None else logprobs[rows],
+                "logprobs": logprobs,
                 "old_logprobs": part["old_logprobs"],
                 "advantages": part["advantages"],
                 "loss_mask": part["mask"],
             }
-            if tau:
-                total = functional.sapo_loss_fn(**given, tau_pos=tau[0], tau_neg=tau[1])[0]
+            if options.tau:
+                total = functional.sapo_loss_fn(
+                    **given, tau_pos=options.tau[0], tau_neg=options.tau[1]
+                )[0]
             else:
                 correction = {}
                 if "importance_weights" in part:
@@ -698,17 +679,19 @@ def areal() -> dict[str, Answer]:
                     correction["rejection_sampling"] = rejection(action="clamp", upper=NO_CLIP)
                 total = functional.ppo_actor_loss_fn(
                     proximal_logprobs=part["old_logprobs"],
-                    eps_clip=clip[0],
-                    eps_clip_higher=clip[1],
-                    c_clip=dual_clip,
-                    importance_sampling_level="sequence" if objective == "gspo" else "token",
+                    eps_clip=options.low,
+                    eps_clip_higher=options.high,
+                    c_clip=options.dual_clip,
+                    importance_sampling_level="sequence"
+                    if options.objective == "gspo"
+                    else "token",
                     **given,
                     **correction,
                 )[0]
             # Its engine weights microbatches by their tokens.
             return total * part["mask"].sum() / count
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     def value(inputs: Inputs, clip: float | None) -> Mapping[str, Any]:
         total, gradient = with_gradient(
@@ -763,32 +746,23 @@ def agilerl() -> dict[str, Answer]:
         )
         return {"kl": value, "gradient": gradient}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        aggregation: str = "token-mean",
-        microbatches: list[list[int]] | None = None,
-        **options: Any,
-    ) -> Mapping[str, Any]:
-        need(objective == "clip" and dual_clip is None, LOGPROBS_ONLY)
-        need(aggregation == "token-mean", "the mean over tokens only")
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective == "clip" and options.dual_clip is None, LOGPROBS_ONLY)
+        need(options.aggregation == "token-mean", "the mean over tokens only")
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs, rows)
-            new = logprobs if rows is None else logprobs[rows]
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             total = utils.clipped_min_surrogate(
-                new - part["old_logprobs"],
+                logprobs - part["old_logprobs"],
                 part["advantages"],
                 part["mask"].float(),
-                1 - clip[0],
-                1 + clip[1],
+                1 - options.low,
+                1 + options.high,
                 part.get("importance_weights"),
             )[0]
-            return total / len(microbatches or [[]])  # as its trainer does
+            return total / len(options.microbatches or [[]])  # as its trainer does
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     return {"whiten": whiten, "kl": kl, "policy": policy}
 
@@ -797,40 +771,37 @@ def liger() -> dict[str, Answer]:
     function = module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
     losses = TRL_LOSSES | {"token-mean": "bnpo"}
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        tau: list[float] | None = None,
-        aggregation: str = "token-mean",
-        length: int | None = None,
-        microbatches: list[list[int]] | None = None,
-    ) -> Mapping[str, Any]:
-        need(objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
-        need(aggregation in losses, "no loss type with this aggregation")
-        need(dual_clip is None, "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)")
-        taus = {"sapo_temperature_pos": tau[0], "sapo_temperature_neg": tau[1]} if tau else {}
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
+        need(options.aggregation in losses, "no loss type with this aggregation")
+        need(
+            options.dual_clip is None,
+            "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)",
+        )
+        tau_positive, tau_negative = options.tau or (1.0, 1.0)
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            part = rows_of(inputs, rows)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             return function.ppo_loss_fn(
-                logprobs if rows is None else logprobs[rows],
+                logprobs,
                 part["mask"].float(),
                 part["advantages"][:, 0],
                 inputs["mask"].float(),
                 old_per_token_logps=part["old_logprobs"],
-                epsilon_low=clip[0],
-                epsilon_high=1 + clip[1] if objective == "cispo" else clip[1],
+                epsilon_low=options.low,
+                epsilon_high=1 + options.high if options.objective == "cispo" else options.high,
                 beta=0.0,
-                loss_type=objective if objective in ("cispo", "sapo") else losses[aggregation],
-                max_completion_length=length,
-                importance_sampling_level="sequence" if objective == "gspo" else "token",
+                loss_type=options.objective
+                if options.objective in ("cispo", "sapo")
+                else losses[options.aggregation],
+                max_completion_length=options.length,
+                importance_sampling_level="sequence" if options.objective == "gspo" else "token",
                 vllm_is_ratio=part.get("importance_weights"),
-                **taus,
+                sapo_temperature_pos=tau_positive,
+                sapo_temperature_neg=tau_negative,
             )[0]
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        return policy_outputs(loss, inputs, options)
 
     def kl(inputs: Inputs, estimator: str, ratio_weighted: bool = False) -> Mapping[str, Any]:
         need(estimator == "k3", "its KL is k3")
@@ -909,29 +880,21 @@ def torchtune() -> dict[str, Answer]:
             inputs["mask"],
         )
 
-    def policy(
-        inputs: Inputs,
-        objective: str,
-        clip: list[float],
-        dual_clip: float | None = None,
-        aggregation: str = "token-mean",
-        microbatches: list[list[int]] | None = None,
-        **options: Any,
-    ) -> Mapping[str, Any]:
-        need(objective == "clip" and dual_clip is None, "PPO's clip only")
-        need(aggregation == "token-mean", "the mean over tokens only")
+    def policy(inputs: Inputs, **given: Any) -> Mapping[str, Any]:
+        options = Policy(**given)
+        need(options.objective == "clip" and options.dual_clip is None, "PPO's clip only")
+        need(options.aggregation == "token-mean", "the mean over tokens only")
         need("importance_weights" not in inputs, "no importance weights")
-        need(clip[0] == clip[1], "one clip range for both sides")
+        need(options.low == options.high, "one clip range for both sides")
 
-        def loss(logprobs: Tensor, rows: Tensor | None) -> Tensor:
-            zeros = torch.zeros_like(inputs["advantages"])
-            values = {"old_values": zeros, "returns": zeros}
-            part = rows_of(inputs | values, rows)
-            new = logprobs if rows is None else logprobs[rows]
-            total = losses(part, clip[0], new, part["returns"])[0]
-            return total / len(microbatches or [[]])  # as its recipe does
+        zeros = torch.zeros_like(inputs["advantages"])
+        values = {"old_values": zeros, "returns": zeros}
 
-        return policy_outputs(loss, inputs, objective, microbatches)
+        def loss(logprobs: Tensor, part: Inputs) -> Tensor:
+            total = losses(part, options.low, logprobs, part["returns"])[0]
+            return total / len(options.microbatches or [[]])  # as its recipe does
+
+        return policy_outputs(loss, inputs | values, options)
 
     def value(inputs: Inputs, clip: float | None) -> Mapping[str, Any]:
         zeros = torch.zeros_like(inputs["values"])

@@ -46,7 +46,7 @@ NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 OBJECTIVES = (*records.POLICY_TERMS, "gspo")
 CUSTOM = "custom"
-"""Name of an objective that is a user's function."""
+"""Name of a user-defined objective."""
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")

@@ -178,7 +178,7 @@ def ppo_loss(
             soft gate; "gspo", "clip" with the sequence's ratio; "dis", the detached ratio times the
             logprob, and nothing outside the clip range; "dppo_tv" and "dppo_kl", the same, and
             nothing for a token whose probability has moved with its advantage by more than a
-            divergence; or a function of yours, see below.
+            divergence; or a user-defined function, see below.
         clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo" and functions.
             For "dppo_tv" a bound of |p − q|, for "dppo_kl" one of the binary KL(q‖p) in nats, with
             the token's probabilities p and, under the old policy, q.

@@ -1,4 +1,4 @@
-"""Call a user's function with the arguments that it names, and check what it returns.
+"""Call user-defined functions with the arguments that they name, and check their results.
 
 Errors name the function, its file and line, and what was expected.
 """
@@ -89,7 +89,7 @@ def token_loss(
     *,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Return a user's objective, [N]: the minimized term of each token, before aggregation.
+    """Return a user-defined objective, [N]: the minimized term of each token, before aggregation.
 
     The function is called as `function(logprobs, old_logprobs, advantages, mask)`. It may name
     `entropy`, `ref_logprobs`, `importance_weights` and `cu_seqlens` too. If it does not name

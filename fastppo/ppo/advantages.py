@@ -9,7 +9,7 @@ n = samples_per_prompt responses to the prompt:
     rloo        R − mean of the other n − 1 = n/(n−1)·(R − R̄)       Ahmadian et al. 2024
     group       (R − R̄)/(standard deviation of the n + 1e-4)        Shao et al. 2024 (GRPO)
 
-A function of the user may replace all of them: `own_advantages`.
+A user-defined function may replace all of them: `own_advantages`.
 
 With the exact KL in the reward, each token's penalty is passed as a reward at that token.
 """
@@ -315,7 +315,7 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
 def _own_estimates(
     rewarded: RewardedBatch, options: PPOConfig, function: Callable[..., Any]
 ) -> BatchAdvantages:
-    """Advantages, and returns if there are any, of a user's function."""
+    """Compute advantages by a user-defined function."""
     complete = monte_carlo_returns(rewarded, options)
     advantages, returns = own_advantages(
         function,
@@ -335,7 +335,7 @@ def _own_estimates(
 def own_advantages(
     function: Callable[..., Any], rewards: Tensor, values: Tensor, **offered: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the advantages [N] of a user's function, and the returns if it returns both.
+    """Return the advantages [N] of a user-defined function, and the returns if it has both.
 
     Args:
         rewards, values: [N], arguments of the function, before a mask [N] bool.

@@ -1,4 +1,4 @@
-"""The user's functions in place of built-in parts: `objective`, `advantage` and `optimizer`.
+"""User-defined functions in place of built-in parts: `objective`, `advantage` and `optimizer`.
 
 Each option takes the name of a built-in, `file.py:function` or `package.module:function`, and the
 trainer's argument of the same name takes the function itself.
@@ -26,7 +26,7 @@ from fastppo.rewards.reward import RewardTerm
 def load_functions(
     config: PPOConfig, given: Mapping[str, Callable[..., Any]], *, has_ref: bool = False
 ) -> dict[str, RewardTerm]:
-    """Load the user's functions, with their fingerprints, by option.
+    """Load the user-defined functions, with their fingerprints, by option.
 
     Args:
         given: functions passed to `PPOTrainer`, by option.

@@ -77,7 +77,7 @@ class EntropyControl:
         return self.accumulated if self.is_low else 0.0
 
     def update(self, entropy: float) -> None:
-        """`entropy`: mean over an iteration's update, nats per token."""
+        """Adapt the coefficient to the mean entropy of an update, nats per token."""
         self.is_low = entropy <= self.target
         moved = self.accumulated + (ENTROPY_STEP if self.is_low else -ENTROPY_STEP)
         self.accumulated = min(max(moved, 0.0), LARGEST_ENTROPY_COEF)

@@ -3,7 +3,7 @@
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
-cispo, sapo, gspo, dis, dppo_tv and dppo_kl, or a function of the user, replace the first term of
+cispo, sapo, gspo, dis, dppo_tv and dppo_kl, or a user-defined function, replace the first term of
 clip; see `fastppo.ppo_loss`. penalty is such a function too. With kl_loss_estimator=k1_by_ratio or
 k3_by_ratio the KL is multiplied by r. w is the importance weight, 1 for tokens sampled from π_old.
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from fastppo.data.batch import Layout
 from fastppo.data.world import World
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
+from fastppo.functional.statistics import sampled_kl
 from fastppo.functional.user_functions import named_by
 from fastppo.models.head import Head
 from fastppo.models.policy import ActorCritic
@@ -87,9 +88,9 @@ def penalty(
     beta: float,
 ) -> Tensor:
     """PPO-Penalty. The KL to the rollout policy has no importance weight."""
-    log_ratio = logprobs - old_logprobs
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return -importance_weights * ratio * advantages + beta * (ratio - 1 - log_ratio)
+    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    kl = sampled_kl(old_logprobs, logprobs, "k3")
+    return -importance_weights * ratio * advantages + beta * kl
 
 
 @contextmanager

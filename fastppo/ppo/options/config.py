@@ -48,7 +48,7 @@ BY_RATIO = "_by_ratio"
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
 
 FUNCTIONS = ("objective", "advantage", "optimizer")
-"""Options that name a built-in or a function of the user."""
+"""Options that name a built-in or a user-defined function."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Advantages without a value function."""
@@ -151,7 +151,7 @@ class PPOConfig(
 
     @property
     def own_functions(self) -> list[str]:
-        """Options that name a function of the user."""
+        """Options that name a user-defined function."""
         return [name for name in FUNCTIONS if ":" in getattr(self, name)]
 
     @property
@@ -383,7 +383,7 @@ def check_objective(config: PPOConfig) -> None:
         "clip_ratio",
         "clip_ratio_high",
         where=objective not in ("penalty", "sapo") and not is_own,
-        needs="an objective with a clip range: not penalty, sapo or a function of yours",
+        needs="an objective with a clip range: not penalty, sapo or a user-defined function",
     )
     config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
 

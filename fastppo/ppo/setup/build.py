@@ -59,7 +59,7 @@ class RunComponents:
     pretraining: PretrainingText | None
     scorer: Scorer
     functions: dict[str, Callable[..., Any]]
-    """The user's functions by option."""
+    """User-defined functions by option."""
     evaluation: Evaluation
     context: int | None
     """Longest sequence, tokens: the shortest context of policy, reference and critic."""

@@ -120,7 +120,7 @@ class RunInputs:
     """Text of PPO-ptx."""
     rewards: RewardTerms
     functions: dict[str, RewardTerm]
-    """The user's functions by option."""
+    """User-defined functions by option."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
