@@ -34,16 +34,18 @@ sequences.loop_gae = wrong
 """
 
 
-def run(*arguments: str, plugins: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, plugins: Path = ROOT, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{plugins}:{ROOT}:{ROOT / 'kernels'}"}
     environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark would measure nothing
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(ROOT / "benchmarks"), "-p", "no:cacheprovider"]
     return subprocess.run(
-        [*command, "--device", "cpu", *arguments],
+        [*command, "-c", str(ROOT / "pyproject.toml"), "--device", "cpu", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment,
     )
 
@@ -72,6 +74,20 @@ def test_right_providers_are_timed_and_a_wrong_one_fails(tmp_path: Path) -> None
     assert info["peak_extra_bytes"] >= 2 * 64 * 1024 * 4
     share = info["floor_seconds"] / ours["stats"]["median"]
     assert info["percent_of_floor"] == pytest.approx(100 * share)
+
+
+def test_results_of_another_machine_can_be_compared(tmp_path: Path) -> None:
+    flags = ["--quick", "-k", "test_case and gae", "--benchmark-max-time", "0.01"]
+    done = run(*flags, "--benchmark-save", "here", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob(".benchmarks/*/0001_here.json")
+    record = json.loads(path.read_text())
+    record["machine_info"]["device"]["cores"] += 1
+    path.write_text(json.dumps(record))
+    done = run(*flags, "--benchmark-compare", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "(0001_here)" in done.stdout
+    assert "Benchmark machine_info is different" in done.stdout + done.stderr
 
 
 def test_a_promised_ratio_is_measured_in_turns(tmp_path: Path) -> None:
