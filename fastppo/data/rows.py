@@ -117,6 +117,8 @@ def _cause(error: BaseException) -> str:
 def _load_datasets(source: str, split: str) -> Rows:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
+    from fastppo.data.hub import check_reachable  # imports an HTTP client
+
     path = Path(source)
     markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):
@@ -130,6 +132,11 @@ def _load_datasets(source: str, split: str) -> Rows:
         if rows is None:
             raise DataError(f"{source}: no split {split!r}; it has {', '.join(dataset)}")
         return rows
+    if not path.is_dir():
+        try:
+            check_reachable(source, "README.md", "dataset")
+        except ConnectionError as error:
+            raise DataError(f"{source}: no such file or directory, and {error}") from error
     try:
         return load_dataset(source, split=split).to_list()
     except Exception as error:  # datasets raises many types

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from fastppo.data.files import MissingPathError
+from fastppo.data.hub import check_reachable
 from fastppo.data.rows import is_missing_path
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -41,6 +42,11 @@ def model_config(name: str, what: str = "model") -> Any:
         raise MissingPathError(f"{what} {name}: there is no such directory", name)
     if path.exists():
         _check_model_directory(path, f"{what} {name}")
+    if not path.is_dir():
+        try:
+            check_reachable(name, "config.json")
+        except ConnectionError as error:
+            raise ValueError(f"{what} {name}: no such directory, and {error}") from error
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         # Loading a model ignores a damaged file, which would drop stop tokens.

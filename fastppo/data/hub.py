@@ -1,0 +1,44 @@
+"""Reachability of the Hugging Face Hub.
+
+The libraries of the hub repeat each request for up to six minutes. A mistyped path looks like a
+name on the hub, so a run without a network would take that long to report it.
+"""
+
+from __future__ import annotations
+
+from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import http_backoff
+
+TIMEOUT = 5.0
+"""Time limit of a request, in seconds."""
+
+
+def check_reachable(name: str, file: str, repo_type: str = "model") -> None:
+    """Check that a name is in the cache of the hub, or that the hub answers.
+
+    Any answer is accepted: the libraries describe a missing or private repository. Without an
+    answer, the request is repeated once.
+
+    Args:
+        file: one that the libraries read first.
+
+    Raises:
+        ConnectionError: the hub does not answer.
+    """
+    if is_offline_mode():  # the libraries fail at once
+        return
+    try:
+        is_cached = try_to_load_from_cache(name, file, repo_type=repo_type) is not None
+    except HFValidationError:  # no name of the hub
+        return
+    if is_cached:
+        return
+    url = hf_hub_url(name, file, repo_type=repo_type)
+    try:
+        http_backoff("HEAD", url, max_retries=1, retry_on_status_codes=(), timeout=TIMEOUT)
+    except Exception as error:  # httpx's or httpx2's, by the version of huggingface_hub
+        raise ConnectionError(
+            f"{constants.ENDPOINT} does not answer ({type(error).__name__}: {error}). Give a path "
+            "that exists, or connect to the hub; HF_HUB_OFFLINE=1 uses its cache alone"
+        ) from error
