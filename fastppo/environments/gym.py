@@ -6,11 +6,13 @@ environment: gym:gem:game:GuessTheNumber-v0?max_turns=8    # options of the envi
 `gym:package:Name` is the class or function `Name` of a package, or else `package.make("Name")`, or
 else, once the package is imported, `gymnasium.make("Name")`. `gym:file.py:Name` is one in a file.
 
-The policy reads the observation: a text as it is, anything else as JSON. With the prompt option
+The policy reads the observation: a text as it is, anything else as JSON; with the option
+`render_mode=ansi` it reads the environment's rendering as text instead. With the prompt option
 `chat=true` it is a user message, otherwise a line of a text. The first observation replaces the
-prompt, except its system messages. A turn is the action: its text, or for a discrete action space
-the first whole number in it. An invalid action is answered with `{"error": …}` and does not reach
-the environment. The reward is the environment's. Both `terminated` and `truncated` end an episode.
+prompt, except its system messages. A turn is the action: its text, for a discrete action space the
+first whole number in it, for a space of arrays the JSON list in it. An invalid action is answered
+with `{"error": …}` and does not reach the environment. The reward is the environment's. Both
+`terminated` and `truncated` end an episode.
 
 For other texts and actions, a file of your own makes the environment:
 
@@ -26,6 +28,8 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
@@ -70,7 +74,18 @@ def _made(address: Address) -> Gym:
         return Gym(package.make(name, **address.options))
     import gymnasium  # the import of the package has registered its environments
 
-    return Gym(gymnasium.make(name, **address.options))
+    try:
+        return Gym(gymnasium.make(name, **address.options))
+    except gymnasium.error.UnregisteredEnv as error:
+        registered = [
+            spec.id
+            for spec in gymnasium.registry.values()
+            if str(spec.entry_point).startswith((f"{where}.", f"{where}:"))
+        ]
+        raise DataError(
+            f"gym:{where} has no class or function {name!r}, and {error} {where} registers "
+            f"{', '.join(registered) or 'no environments'}"
+        ) from error
 
 
 class Gym:
@@ -90,8 +105,9 @@ class Gym:
         observation: Callable[[Any], str] | None = None,
     ) -> None:
         self.environment = environment
-        self.action = action or functools.partial(read_action, _number_of_actions(environment))
-        self.observation = observation or as_text
+        space = getattr(environment, "action_space", None)
+        self.action = action or functools.partial(read_action, space)
+        self.observation = observation or self._observe
 
     def reset(self, prompt: Any, seed: int | None = None) -> Any:
         """Start an episode and return its first observation."""
@@ -124,28 +140,50 @@ class Gym:
         if close is not None:
             close()
 
+    def _observe(self, observation: Any) -> str:
+        if getattr(self.environment, "render_mode", None) == "ansi":
+            return str(self.environment.render())
+        return as_text(observation)
+
     def _line(self, text: str) -> str:
         return text if self.is_chat else f"\n{text}\n"
 
 
-def _number_of_actions(environment: Any) -> int | None:
-    """Return the size of a discrete action space; None for others."""
-    size = getattr(getattr(environment, "action_space", None), "n", None)
-    return None if size is None else int(size)
+def read_action(space: Any, text: str) -> Any:
+    """Convert a turn to an action.
 
+    Args:
+        space: a `Discrete` space, one of arrays such as `Box` or `MultiDiscrete`, or any other.
 
-def read_action(count: int | None, text: str) -> Any:
-    """Return the text, or the first whole number in it for `count` discrete actions.
+    Returns:
+        the first whole number, the array of the JSON list, or the text.
 
     Raises:
-        ValueError: no number, or none of the actions'.
+        ValueError: the text has no such action.
     """
+    shape = getattr(space, "shape", None)
+    if shape:
+        return _read_array(space, text)
+    count = getattr(space, "n", None)
     if count is None:
         return text.strip()
-    found = re.search(r"\d+", text)
-    if found is None or int(found[0]) >= count:
-        raise ValueError(f"expected an action from 0 to {count - 1}")
+    first = int(getattr(space, "start", 0))
+    last = first + int(count) - 1
+    found = re.search(r"-?\d+" if first < 0 else r"\d+", text)
+    if found is None or not first <= int(found[0]) <= last:
+        raise ValueError(f"expected an action from {first} to {last}")
     return int(found[0])
+
+
+def _read_array(space: Any, text: str) -> Any:
+    found = re.search(r"\[.*\]", text, re.DOTALL)
+    try:
+        action = np.asarray(json.loads(found[0] if found else ""), dtype=space.dtype)
+    except (ValueError, TypeError):  # no JSON, or no array of numbers
+        action = None
+    if action is None or not space.contains(action):
+        raise ValueError(f"expected a JSON list of {space}")
+    return action
 
 
 def as_text(observation: Any) -> str:
@@ -156,4 +194,6 @@ def as_text(observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (np.floating, np.ndarray)) and value.dtype.kind == "f":
+        value = value.astype(str).astype(float)  # 0.1 in fp32, not 0.10000000149011612
     return value.tolist() if hasattr(value, "tolist") else str(value)

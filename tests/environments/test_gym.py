@@ -7,11 +7,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastppo.data.addresses import load_prompts
 from fastppo.data.rows import DataError
-from fastppo.environments.gym import Gym
+from fastppo.environments.gym import Gym, as_text, read_action
 from fastppo.environments.loading import load_environment
 
 
@@ -74,6 +75,52 @@ def test_a_discrete_action_is_the_first_number_of_the_turn() -> None:
     assert game.step("1") == ('\n{"place": 2}\n', 1.0, True)
 
 
+class Numbers:
+    """A space of arrays, as gymnasium's `MultiDiscrete([3, 3])`."""
+
+    shape = (2,)
+    dtype = np.dtype("int64")
+
+    def contains(self, action: Any) -> bool:
+        return action.shape == self.shape and bool(((action >= 0) & (action < 3)).all())
+
+    def __repr__(self) -> str:
+        return "MultiDiscrete([3 3])"
+
+
+def test_an_action_of_several_numbers_is_the_list_of_the_turn() -> None:
+    assert read_action(Numbers(), "I play [1,\n2].").tolist() == [1, 2]
+    for text in ("1, 2", "[1, 3]", "[1]", '["a", 2]', "[1, 2"):
+        with pytest.raises(ValueError, match=r"expected a JSON list of MultiDiscrete\(\[3 3\]\)"):
+            read_action(Numbers(), text)
+
+
+def test_discrete_actions_may_not_start_at_zero() -> None:
+    assert read_action(SimpleNamespace(n=2, start=1, shape=()), "2") == 2
+    assert read_action(SimpleNamespace(n=3, start=-1), "go -1") == -1
+    with pytest.raises(ValueError, match="expected an action from 1 to 2"):
+        read_action(SimpleNamespace(n=2, start=1), "0")
+
+
+def test_arrays_are_written_as_they_print() -> None:
+    seen = {"at": np.array([0.1, 1e-9], np.float32), "speed": np.float32(0.3), "wind": np.int8(2)}
+    assert as_text(seen) == '{"at": [0.1, 1e-09], "speed": 0.3, "wind": 2}'
+    board = np.array([[0, 1], [2, 3]])
+    assert as_text(board) == "[[0, 1], [2, 3]]"
+
+
+def test_a_rendering_as_text_replaces_the_observations() -> None:
+    class Rendered(Corridor):
+        render_mode = "ansi"
+
+        def render(self) -> str:
+            return "." * self.place + "x"
+
+    game = Gym(Rendered())
+    assert game.reset("x", seed=0) == "x\n"
+    assert game.step("1")[0] == "\n.x\n"
+
+
 def test_a_truncated_episode_ends() -> None:
     game = Gym(Corridor())
     game.reset("x")
@@ -96,9 +143,14 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package = ModuleType("corridors")
     package.__dict__["Corridor"] = Corridor
     monkeypatch.setitem(sys.modules, "corridors", package)
-    registry = ModuleType("gymnasium")
-    registry.__dict__["make"] = lambda name, **options: {"Corridor-v0": Corridor}[name](**options)
-    monkeypatch.setitem(sys.modules, "gymnasium", registry)
+    spec = SimpleNamespace(id="Corridor-v0", entry_point="corridors.envs:Corridor")
+    gymnasium = ModuleType("gymnasium")
+    gymnasium.__dict__.update(
+        make=lambda name, **options: {spec.id: Corridor}[name](**options),
+        registry={spec.id: spec, "Other-v0": SimpleNamespace(id="Other-v0", entry_point="o:O")},
+        error=SimpleNamespace(UnregisteredEnv=KeyError),
+    )
+    monkeypatch.setitem(sys.modules, "gymnasium", gymnasium)
     return package
 
 
@@ -136,7 +188,11 @@ def test_prompts_have_consecutive_seeds() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("gym:corridors:Nowhere-v0", "environment gym:corridors:Nowhere-v0: KeyError"),
+        (
+            "gym:corridors:Nowhere-v0",
+            "gym:corridors has no class or function 'Nowhere-v0', and 'Nowhere-v0' "
+            "corridors registers Corridor-v0$",
+        ),
         ("gym:no_such_package:Name", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("gym:Corridor", "expected gym:package:Name or gym:file.py:Name, got gym:Corridor"),
     ],

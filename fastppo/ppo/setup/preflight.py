@@ -28,7 +28,7 @@ from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.environments.tools import Tools
-from fastppo.environments.turns import Turns
+from fastppo.environments.turns import POLICY, Turns
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
@@ -106,6 +106,18 @@ class RewardTerms:
         return fingerprints
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTurn:
+    """Begin of an episode, from the made-up turn of an environment."""
+
+    tokens: int
+    """Number of tokens before the turn."""
+    text: str
+    """Text of these tokens."""
+    answer: str
+    """Observation after the turn; "" if the episode ended."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RunInputs:
     """Tokenizer, prompts and rewards of a run."""
@@ -121,6 +133,8 @@ class RunInputs:
     rewards: RewardTerms
     functions: dict[str, RewardTerm]
     """User-defined functions by option."""
+    first_turn: FirstTurn | None = None
+    """Of the environment, if one was tried."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -198,12 +212,12 @@ def preflight(
         first = prompts[0]
         calls = calls or CallOptions(config.reward_timeout)
 
-        def try_functions() -> None:
+        def try_functions() -> FirstTurn | None:
             try_rewards(config, terms, first, calls)
-            if given.environment is None:
-                try_environment(config, inputs)
+            return try_environment(config, inputs) if given.environment is None else None
 
-        (world or World()).on_main_rank(try_functions)
+        first_turn = (world or World()).on_main_rank(try_functions)
+        inputs = replace(inputs, first_turn=first_turn)
     return inputs
 
 
@@ -483,7 +497,7 @@ class _MadeUpEngine:
         return Rollout([self.tokens for _ in prompts], [FINISHED for _ in prompts])
 
 
-def try_environment(config: PPOConfig, inputs: RunInputs) -> None:
+def try_environment(config: PPOConfig, inputs: RunInputs) -> FirstTurn | None:
     """Play one made-up turn of the environment, on the first prompt.
 
     Agents are not called: they wait for a server.
@@ -494,7 +508,7 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> None:
     """
     term = inputs.rewards.environment
     if term is None or isinstance(term.function, Agent) or inputs.prompts is None:
-        return
+        return None
     turns = Turns(
         term.function,
         inputs.tokenizer,
@@ -505,7 +519,9 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> None:
     )
     engine: Any = _MadeUpEngine(inputs.tokenizer)
     try:
-        turns.run(inputs.prompts.select([0]), engine, Sampling(config.max_new_tokens))
+        prompts, rollout = turns.run(
+            inputs.prompts.select([0]), engine, Sampling(config.max_new_tokens)
+        )
     except RewardError as error:
         expected = "" if isinstance(term.function, Tools) else f": {EXPECTED}"
         raise RewardError(
@@ -513,6 +529,13 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> None:
         ) from error.__cause__
     finally:
         turns.close()
+    assert rollout.turns is not None
+    last = rollout.turns[0][-1]
+    return FirstTurn(
+        tokens=len(prompts.token_ids[0]),
+        text=inputs.tokenizer.decode(prompts.token_ids[0]),
+        answer="" if last["role"] == POLICY else last["text"],
+    )
 
 
 def failure_file(config: PPOConfig) -> Path:

@@ -13,8 +13,11 @@ from fastppo.functional.scalars import counted
 from fastppo.models.device import device_name
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.preflight import RunInputs
+from fastppo.ppo.setup.preflight import MADE_UP, RunInputs
 from fastppo.run.directory import holds_run
+
+EXCERPT = 300
+"""Longest text in full, in characters."""
 
 
 def show(config: PPOConfig, inputs: RunInputs, console: Console) -> None:
@@ -47,6 +50,20 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
         lines.append(
             ("environment", f"{config.environment}, at most {counted(config.max_turns, 'turn')}")
         )
+        ends = " or ".join(["a stop token", *map(repr, config.stop_strings)])
+        lines.append(
+            (
+                "a turn",
+                f"ends at {ends}; cut off at {counted(config.max_new_tokens, 'token')}, it ends "
+                "the episode",
+            )
+        )
+    if inputs.first_turn is not None:
+        turn = inputs.first_turn
+        lines += [
+            ("an episode", f"begins with {counted(turn.tokens, 'token')}: {_excerpt(turn.text)}"),
+            ("", f"{MADE_UP!r} is answered by {_excerpt(turn.answer) or 'the end'}"),
+        ]
     asked = counted(config.prompts_per_iteration, "prompt")
     count = len(inputs.prompts or ())
     if 0 < count < config.prompts_per_iteration:
@@ -80,6 +97,13 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
     if changed:
         lines.append(("not by default", ", ".join(changed)))
     return lines
+
+
+def _excerpt(text: str) -> str:
+    """Return the repr of a text, without the middle of a long one; "" for an empty text."""
+    if len(text) > EXCERPT:
+        text = f"{text[: EXCERPT // 2]} … {text[-EXCERPT // 2 :]}"
+    return repr(text) if text else ""
 
 
 def _data(source: str, prompts: Prompts | None, column: str) -> str:

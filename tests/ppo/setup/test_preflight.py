@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import tiny
+from rich.console import Console
 
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.preflight import Given, RunInputs, check_packages, preflight
+from fastppo.ppo.setup.preflight import FirstTurn, Given, RunInputs, check_packages, preflight
+from fastppo.ppo.setup.summary import show
 from fastppo.rewards.reward import RewardError
 
 CODE = """
@@ -125,7 +127,7 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
         ({"model": "rm"}, "model rm is a LlamaForSequenceClassification; expected a causal LM"),
         ({"model": "translator"}, r"model translator is an encoder–decoder \(t5\)"),
         ({"model": "damaged"}, "model damaged: .* not a valid JSON"),
-        ({"model": "gtp2"}, "model gtp2: no such directory, and no model of the hub"),
+        ({"model": "gtp2"}, "model gtp2: no such directory, and "),
         ({"reference_model": "short"}, "leaves no room for a prompt in the context of 8 tokens"),
         ({"rewards": ["sft"]}, "reward sft is a LlamaForCausalLM with 2 labels; expected a seq"),
         ({"rewards": ["labels"]}, "reward labels is a LlamaForSequenceClassification with 3"),
@@ -203,6 +205,20 @@ def test_an_environment_plays_one_turn_and_is_closed(
     term = inputs.rewards.environment
     assert term is not None
     assert term.function.played == ["", "closed"]  # the tiny tokenizer has none of its words
+    assert inputs.first_turn == FirstTurn(tokens=2, text="w0 <unk>", answer="w2")
+
+
+def test_check_shows_the_first_turn_of_an_episode(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"environment": "code.py:Played", "max_turns": 2}
+    inputs = _preflight(folder, monkeypatch, stop_strings=["!"], **options)
+    config = PPOConfig(model="sft", stop_strings=["!"], max_new_tokens=8, **options)
+    show(config, inputs, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "ends at a stop token or '!'; cut off at 8 tokens, it ends the episode" in shown
+    assert "begins with 2 tokens: 'w0 <unk>'" in shown
+    assert "'A made-up turn' is answered by 'w2'" in shown
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
