@@ -38,6 +38,11 @@ from fastppo.environments.pool import as_opening
 from fastppo.functional.scalars import describe
 from fastppo.rewards.loading import load_callable
 
+NONE_REGISTERED = (
+    "registers none when it is imported; a function in a file can make one: gym:file.py:function"
+)
+"""End of a message."""
+
 
 def load_prompts(address: Address) -> Rows:
     """Return one row per episode, with its seed."""
@@ -47,44 +52,54 @@ def load_prompts(address: Address) -> Rows:
 def load_environment(target: str) -> Callable[[], Gym]:
     """Return a function that creates environments."""
     address = Address.of(target)
+    create = _creator(address.name)
 
     def make() -> Gym:
-        return _made(address)
+        return Gym(create(**address.options))
 
     make.__name__ = address.name.rpartition(":")[2]  # names the environment in messages
     make().close()  # raises for an unknown name before the first rollout
     return make
 
 
-def _made(address: Address) -> Gym:
-    """Create an environment.
+def _creator(address_name: str) -> Callable[..., Any]:
+    """Return what creates an environment from its options.
 
     Raises:
-        DataError: the address is not `package:Name` or `file.py:Name`.
+        DataError: the name is not `package:Name` or `file.py:Name`.
     """
-    where, _, name = address.name.partition(":")
+    where, _, name = address_name.partition(":")
     if not name:
-        raise DataError(f"expected gym:package:Name or gym:file.py:Name, got gym:{address.name}")
+        raise DataError(f"expected gym:package:Name or gym:file.py:Name, got gym:{address_name}")
     if where.endswith(".py"):
-        return Gym(load_callable(address.name, "environment").function(**address.options))
+        return load_callable(address_name, "environment").function
     package = importlib.import_module(where)
     if callable(getattr(package, name, None)):
-        return Gym(getattr(package, name)(**address.options))
+        return getattr(package, name)
     if callable(getattr(package, "make", None)):
-        return Gym(package.make(name, **address.options))
-    import gymnasium  # the import of the package has registered its environments
+        return functools.partial(package.make, name)
+    return functools.partial(_make_registered, where, name)
+
+
+def _make_registered(package: str, name: str, **options: Any) -> Any:
+    """Create an environment that the import of a package has registered.
+
+    Raises:
+        DataError: there is none of this name; the message lists those of the package.
+    """
+    import gymnasium
 
     try:
-        return Gym(gymnasium.make(name, **address.options))
+        return gymnasium.make(name, **options)
     except gymnasium.error.UnregisteredEnv as error:
         registered = [
             spec.id
             for spec in gymnasium.registry.values()
-            if str(spec.entry_point).startswith((f"{where}.", f"{where}:"))
+            if str(spec.entry_point).startswith((f"{package}.", f"{package}:"))
         ]
+        others = f"registers {', '.join(registered)}" if registered else NONE_REGISTERED
         raise DataError(
-            f"gym:{where} has no class or function {name!r}, and {error} {where} registers "
-            f"{', '.join(registered) or 'no environments'}"
+            f"gym:{package} has no class or function {name!r}, and {error} {package} {others}"
         ) from error
 
 

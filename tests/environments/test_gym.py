@@ -176,7 +176,9 @@ def test_a_name_may_be_in_a_file(tmp_path: Path) -> None:
     file.write_text("class Echo:\n    def __init__(self, word): self.word = word\n")
     term = load_environment(f"gym:{file}:Echo?word=hi")
     assert term is not None
-    assert term.function().environment.word == "hi"
+    first, second = (term.function().environment for _ in range(2))
+    assert first.word == second.word == "hi"
+    assert type(first) is type(second), "the file is loaded once"
 
 
 def test_prompts_have_consecutive_seeds() -> None:
@@ -193,6 +195,7 @@ def test_prompts_have_consecutive_seeds() -> None:
             "gym:corridors has no class or function 'Nowhere-v0', and 'Nowhere-v0' "
             "corridors registers Corridor-v0$",
         ),
+        ("gym:json:Nowhere-v0", "json registers none when it is imported; a function in a file"),
         ("gym:no_such_package:Name", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("gym:Corridor", "expected gym:package:Name or gym:file.py:Name, got gym:Corridor"),
     ],
