@@ -10,9 +10,9 @@ The policy reads the observation: a text as it is, anything else as JSON; with t
 `render_mode=ansi` it reads the environment's rendering as text instead. With the prompt option
 `chat=true` it is a user message, otherwise a line of a text. The first observation replaces the
 prompt, except its system messages. A turn is the action: its text, for a discrete action space the
-first whole number in it, for a space of arrays the JSON list in it. An invalid action is answered
-with `{"error": …}` and does not reach the environment. The reward is the environment's. Both
-`terminated` and `truncated` end an episode.
+first whole number in it, for a space of arrays, tuples or dicts the JSON in it. An invalid action
+is answered with `{"error": …}` and does not reach the environment. The reward is the environment's.
+Both `terminated` and `truncated` end an episode.
 
 For other texts and actions, a file of your own makes the environment:
 
@@ -26,7 +26,7 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,17 +168,17 @@ def read_action(space: Any, text: str) -> Any:
     """Convert a turn to an action.
 
     Args:
-        space: a `Discrete` space, one of arrays such as `Box` or `MultiDiscrete`, or any other.
+        space: the action space.
 
     Returns:
-        the first whole number, the array of the JSON list, or the text.
+        for a discrete space the first whole number; for a space of arrays, tuples or dicts the JSON
+        list or object; for any other space the text.
 
     Raises:
         ValueError: the text has no such action.
     """
-    shape = getattr(space, "shape", None)
-    if shape:
-        return _read_array(space, text)
+    if isinstance(space, (Mapping, Sequence)) or getattr(space, "shape", None):
+        return _read_json(space, text)
     count = getattr(space, "n", None)
     if count is None:
         return text.strip()
@@ -190,15 +190,25 @@ def read_action(space: Any, text: str) -> Any:
     return int(found[0])
 
 
-def _read_array(space: Any, text: str) -> Any:
-    found = re.search(r"\[.*\]", text, re.DOTALL)
+def _read_json(space: Any, text: str) -> Any:
+    found = re.search(r"\{.*\}" if isinstance(space, Mapping) else r"\[.*\]", text, re.DOTALL)
     try:
-        action = np.asarray(json.loads(found[0] if found else ""), dtype=space.dtype)
-    except (ValueError, TypeError):  # no JSON, or no array of numbers
+        action = _from_json(space, json.loads(found[0] if found else ""))
+    except (ValueError, TypeError, KeyError):  # no JSON, or not of this space
         action = None
     if action is None or not space.contains(action):
-        raise ValueError(f"expected a JSON list of {space}")
+        raise ValueError(f"expected JSON of {space}")
     return action
+
+
+def _from_json(space: Any, value: Any) -> Any:
+    if isinstance(space, Mapping):
+        return {name: _from_json(space[name], value[name]) for name in space}
+    if isinstance(space, Sequence):
+        return tuple(_from_json(one, item) for one, item in zip(space, value, strict=True))
+    if getattr(space, "shape", None):
+        return np.asarray(value, dtype=space.dtype)
+    return value
 
 
 def as_text(observation: Any) -> str:

@@ -91,8 +91,25 @@ class Numbers:
 def test_an_action_of_several_numbers_is_the_list_of_the_turn() -> None:
     assert read_action(Numbers(), "I play [1,\n2].").tolist() == [1, 2]
     for text in ("1, 2", "[1, 3]", "[1]", '["a", 2]', "[1, 2"):
-        with pytest.raises(ValueError, match=r"expected a JSON list of MultiDiscrete\(\[3 3\]\)"):
+        with pytest.raises(ValueError, match=r"expected JSON of MultiDiscrete\(\[3 3\]\)"):
             read_action(Numbers(), text)
+
+
+class Parts(dict[str, Any]):
+    """As gymnasium's `Dict`, which is a mapping of spaces."""
+
+    def contains(self, action: Any) -> bool:
+        return action["digit"] in range(10) and self["at"].contains(action["at"])
+
+
+def test_an_action_of_several_parts_is_the_object_of_the_turn() -> None:
+    space = Parts(digit=SimpleNamespace(n=10), at=Numbers())
+    action = read_action(space, 'I set {"digit": 7, "at": [0, 2]}.')
+    assert action["digit"] == 7
+    assert action["at"].tolist() == [0, 2]
+    for text in ("7", '{"digit": 7}', '{"digit": 10, "at": [0, 2]}', '{"digit": 7, "at": [3, 0]}'):
+        with pytest.raises(ValueError, match=r"expected JSON of"):
+            read_action(space, text)
 
 
 def test_discrete_actions_may_not_start_at_zero() -> None:
