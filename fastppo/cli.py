@@ -339,11 +339,6 @@ def _say_first(sentence: str) -> None:
         print(printable(sentence), file=sys.stderr, flush=True)
 
 
-def _models_of(options: Any) -> str:
-    models = getattr(options, "models", None) or [options.model]
-    return ", ".join(models)
-
-
 def _quiet_libraries() -> None:
     """Silence the progress bars and log messages of libraries."""
     from transformers.utils import logging as transformers_logging
@@ -399,7 +394,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if command.options and command is not COMMANDS["plan"]:  # reads model configs only
                     _check_paths(parsed)
                 if command.options:
-                    _say_first(f"loading {_models_of(parsed.options)}…")
+                    models = getattr(parsed.options, "models", None) or [parsed.options.model]
+                    _say_first(f"loading {', '.join(models)}…")
                 positional = [parsed.options] if command.options or command.takes_more else []
                 return command.run(*positional, **parsed.flags) or 0
         except KeyboardInterrupt as stopped:

@@ -129,8 +129,8 @@ def compute_advantages(
     arguments.tensor("scores", scores, shape=(batch,), like=values, wants="one per sequence")
     arguments.check_scores(scores, mask, cu_seqlens)
     arguments.tensor("logprobs", logprobs, shape=values.shape, like=values)
-    arguments.check_not_nan("values", values, mask)
-    arguments.check_logprobs("logprobs", logprobs, mask)
+    arguments.check_values("values", values, mask)
+    arguments.check_values("logprobs", logprobs, mask)
     scalars.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     scalars.finite("kl_coef", kl_coef)
     if ref_logprobs is not None:

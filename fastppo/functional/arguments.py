@@ -117,21 +117,20 @@ def values_are_checked() -> bool:
     return os.environ.get("FASTPPO_CHECK_VALUES") == "1" and not torch.compiler.is_compiling()
 
 
-def check_not_nan(name: str, x: Tensor, counted: Tensor | None = None) -> None:
-    """Raise ValueError for NaN, if FASTPPO_CHECK_VALUES=1.
+def check_values(name: str, x: Tensor, counted: Tensor | None = None) -> None:
+    """Raise ValueError for NaN, and for a positive one of `…logprobs`, if FASTPPO_CHECK_VALUES=1.
 
     Args:
-        counted: the shape of x, bool; NaN elsewhere is allowed.
+        counted: the shape of x, bool; other values may be anything.
     """
-    if values_are_checked():
-        _refuse(name, x, x.isnan(), counted, wants="numbers")
-
-
-def check_logprobs(name: str, x: Tensor, counted: Tensor | None = None) -> None:
-    """Raise ValueError for NaN and positive values, if FASTPPO_CHECK_VALUES=1."""
-    check_not_nan(name, x, counted)
-    if values_are_checked():
-        _refuse(name, x, x > POSITIVE_LOGPROB, counted, wants="logprobs, ≤ 0")
+    if not values_are_checked():
+        return
+    bad = ~(x <= POSITIVE_LOGPROB) if name.endswith("logprobs") else x.isnan()
+    places = (bad if counted is None else bad & counted).nonzero().tolist()
+    if places:
+        value = x[tuple(places[0])].item()
+        wants = "numbers" if math.isnan(value) else "logprobs, ≤ 0"
+        raise ValueError(f"{name} must be {wants}, got {value:g} at {places[0]}")
 
 
 def check_scores(scores: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -139,25 +138,14 @@ def check_scores(scores: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Non
     FASTPPO_CHECK_VALUES=1."""
     if not values_are_checked():
         return
-    check_not_nan("scores", scores)
+    check_values("scores", scores)
     if cu_seqlens is None:
         lengths = mask.sum(-1)
     else:
-        ends = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()]
-        lengths = ends.diff()
-    lost = (lengths == 0) & (scores != 0)
-    if lost.any():
-        row = int(lost.nonzero()[0])
-        raise ValueError(f"scores[{row}] is lost: mask has no token of its response")
-
-
-def _refuse(name: str, x: Tensor, bad: Tensor, counted: Tensor | None, *, wants: str) -> None:
-    """Raise ValueError for the first bad value that counts."""
-    if bad.any():  # one reduction in the usual case
-        bad = bad if counted is None else bad & counted
-        if bad.any():
-            place = bad.nonzero()[0].tolist()
-            raise ValueError(f"{name} must be {wants}, got {x[tuple(place)].item():g} at {place}")
+        lengths = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    lost = ((lengths == 0) & (scores != 0)).nonzero().tolist()
+    if lost:
+        raise ValueError(f"scores{lost[0]} is lost: mask has no token of its response")
 
 
 def _values_are_free(x: Tensor) -> bool:
@@ -468,10 +456,8 @@ def loss_operands(
 
     def flat(name: str, value: Any) -> Tensor:
         tensor(name, value, shape=shape, like=like, wants="one per token")
-        value = value.detach()
-        check = check_logprobs if name.endswith("logprobs") else check_not_nan
-        check(name, value, counted)
-        return value.to(wide).reshape(-1)
+        check_values(name, value, counted)
+        return value.detach().to(wide).reshape(-1)
 
     per_token = PerToken(
         tokens=token_ids(tokens, shape, like),

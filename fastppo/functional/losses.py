@@ -95,11 +95,10 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     weight: `entropy`; `kl` to the reference; `approx_kl` to the old policy (k3); `ratio_mean`,
     `ratio_variance`, `ratio_max`; `clip_fraction`, the share of tokens without gradient because of
     the clip (for `cispo` and `dis`: outside the range, whatever their advantage; for `custom`, a
-    function: with an advantage and no gradient);
-    `dual_clip_fraction`; the shares `ratio_{above,below}_{positive,negative}` of tokens beyond the
-    clip range, by the advantage's sign (for `dppo_tv` and `dppo_kl`, tokens beyond the divergence);
-    and `effective_sample_size`, (Σr)²/(n·Σr²) in (0, 1]. Under `gspo` the ratio is that of the
-    sequence, except in `approx_kl`.
+    function: with an advantage and no gradient); `dual_clip_fraction`; the shares
+    `ratio_{above,below}_{positive,negative}` of tokens beyond the clip range, by the advantage's
+    sign (for `dppo_tv` and `dppo_kl`, tokens beyond the divergence); and `effective_sample_size`,
+    (Σr)²/(n·Σr²) in (0, 1]. Under `gspo` the ratio is that of the sequence, except in `approx_kl`.
 
     Raises:
         ValueError, TypeError: wrong shape or dtype of `sums`, or an unknown objective.
@@ -176,8 +175,8 @@ def ppo_loss(
         mask: (...) bool, True on response tokens. Masked tokens add no loss and no gradient.
         objective: "clip", PPO's; "cispo", the detached clipped ratio times the logprob; "sapo", a
             soft gate; "gspo", "clip" with the sequence's ratio; "dis", the detached ratio times the
-            logprob, and nothing outside the clip range; "dppo_tv" and "dppo_kl", the same, and
-            nothing for a token whose probability has moved with its advantage by more than a
+            logprob, and nothing outside the clip range; "dppo_tv" and "dppo_kl", the same product,
+            and nothing once the token's probability has moved with its advantage by more than a
             divergence; or a user-defined function, see below.
         clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo" and functions.
             For "dppo_tv" a bound of |p − q|, for "dppo_kl" one of the binary KL(q‖p) in nats, with
@@ -266,17 +265,8 @@ def ppo_loss(
     if inplace and need_grad:
         _check_inplace(logits)
     out = _loss(_Logits(rows, need_grad, inplace and need_grad), ref, operands)
-    _check_logprobs(out, "logits")
+    arguments.check_values("logits, which give the logprobs,", out.logprobs)
     return out
-
-
-def _check_logprobs(out: PPOLoss, source: str) -> None:
-    """Raise ValueError for NaN in the logprobs if FASTPPO_CHECK_VALUES=1.
-
-    Args:
-        source: names the argument that they follow from.
-    """
-    arguments.check_not_nan(f"{source}, which give the logprobs,", out.logprobs)
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -412,7 +402,7 @@ def linear_ppo_loss(
             "another estimator, or ppo_loss on the logits"
         )
     out = _loss(source, None if ref is None else _HiddenStates(ref, gemm, compact), operands)
-    _check_logprobs(out, "hidden and weight")
+    arguments.check_values("hidden and weight, which give the logprobs,", out.logprobs)
     return out
 
 

@@ -64,21 +64,20 @@ def call_by_name(
 def check_per_token(
     option: str, function: Callable[..., Any], name: str, value: Any, like: Tensor
 ) -> Tensor:
-    """Return what a function returned, in the dtype of `like`.
+    """Return a function's result in the dtype of `like`.
 
     Raises:
         ValueError: it is not a float tensor shaped like `like`, [N].
     """
-    is_tensor = isinstance(value, Tensor)
-    if not is_tensor or value.shape != like.shape or not value.is_floating_point():
-        got = type(value).__name__
-        if is_tensor:
-            got = f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
-        raise ValueError(
-            f"{option} {name_and_place(function)}: expected {name}, a float tensor of shape "
-            f"{list(like.shape)}, one per token, got {got}"
-        )
-    return value.to(like.dtype)
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.shape == like.shape and value.is_floating_point():
+            return value.to(like.dtype)
+        got = f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    raise ValueError(
+        f"{option} {name_and_place(function)}: expected {name}, a float tensor of shape "
+        f"{list(like.shape)}, one per token, got {got}"
+    )
 
 
 def token_loss(
@@ -89,11 +88,7 @@ def token_loss(
     *,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Return a user-defined objective, [N]: the minimized term of each token, before aggregation.
-
-    The function is called as `function(logprobs, old_logprobs, advantages, mask)`. It may name
-    `entropy`, `ref_logprobs`, `importance_weights` and `cu_seqlens` too. If it does not name
-    `importance_weights`, they multiply its result.
+    """Return a user-defined objective, [N]; `ppo_loss` describes its arguments.
 
     Args:
         logprobs, entropy: [N], differentiable, 0 where masked.

@@ -48,7 +48,6 @@ ROUNDING = 1e-5
 and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
 normalizes the gradient and would take a full step in its direction."""
 
-
 LEAST_SIGNAL = 0.1
 """Smallest standard deviation of a batch's scores that is a signal, as a share of the usual one."""
 
@@ -160,15 +159,26 @@ def make_advantages(
         values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
     )
-    if options.truncated == "mask":
-        return _masked_estimates(
-            rewarded, scores, options, truncated, score_scale, kl_only, function
-        )
-    estimates = _estimates(rewarded, options, function)
-    advantages = _with_signal(
-        estimates.advantages, estimates.spread, scores.total, options, score_scale, kl_only
+    masks = options.truncated == "mask"
+    estimates = _estimates(
+        rewarded, replace(options, whiten_advantages="none") if masks else options, function
     )
-    return estimates._replace(advantages=advantages)
+    learned = estimates.advantages
+    spread = estimates.spread
+    in_loss: slice | Tensor = slice(None)
+    totals = scores.total
+    if masks:
+        finished = ~torch.tensor(truncated)
+        if not finished.any():
+            nothing = torch.zeros_like(learned)
+            return estimates._replace(advantages=nothing, spread=nothing.sum())
+        in_loss = on_device(finished.repeat_interleave(batch.written_lengths), batch.device)
+        totals = totals[finished]
+        spread = learned[in_loss].std(correction=0)
+        learned = _whitened(learned[in_loss], options)
+    advantages = torch.zeros_like(estimates.advantages)
+    advantages[in_loss] = _with_signal(learned, spread, totals, options, score_scale, kl_only)
+    return estimates._replace(advantages=advantages, spread=spread)
 
 
 def _estimates(
@@ -181,32 +191,6 @@ def _estimates(
     if options.advantage == "turn_gae":
         return _turn_advantages(rewarded, options)
     return _token_advantages(rewarded, options)
-
-
-def _masked_estimates(
-    rewarded: RewardedBatch,
-    scores: Scores,
-    options: PPOConfig,
-    truncated: Sequence[bool],
-    score_scale: ScoreScale | None,
-    kl_only: bool,
-    function: Callable[..., Any] | None,
-) -> BatchAdvantages:
-    """Whiten over the finished responses. The others have advantages of 0."""
-    estimates = _estimates(rewarded, replace(options, whiten_advantages="none"), function)
-    advantages = torch.zeros_like(estimates.advantages)
-    finished = ~torch.tensor(truncated)
-    if not finished.any():
-        return estimates._replace(advantages=advantages, spread=advantages.sum())
-    batch = rewarded.batch
-    index = on_device(finished.repeat_interleave(batch.written_lengths), batch.device)
-    learned = estimates.advantages[index]
-    spread = learned.std(correction=0)
-    learned = _with_signal(
-        _whitened(learned, options), spread, scores.total[finished], options, score_scale, kl_only
-    )
-    advantages[index] = learned
-    return estimates._replace(advantages=advantages, spread=spread)
 
 
 def _with_signal(
@@ -299,13 +283,13 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     """One advantage per response, repeated for each of its tokens."""
     result = _token_gae(rewarded, options, lam=1.0, whiten=False)
     count = len(rewarded.values)
-    lengths = rewarded.batch.written_lengths
-    rows, first, _ = _ends(lengths, rewarded.batch.device)
-    of_response = rewarded.last.to(result.advantages.dtype)
-    of_response = of_response.index_put((rows,), result.advantages[first])
-    by_response = _against_group(of_response, options)
-    lengths = on_device(lengths, rewarded.batch.device)
-    advantages = by_response.repeat_interleave(lengths, output_size=count)
+    starts = rewarded.batch.cu_seqlens
+    lengths = starts.diff()
+    at_first = result.advantages[starts[:-1].clamp(max=max(0, count - 1))]
+    # An empty response has no token, and counts with its reward.
+    by_response = torch.where(lengths > 0, at_first, rewarded.last.to(at_first.dtype))
+    advantages = _against_group(by_response, options)
+    advantages = advantages.repeat_interleave(lengths, output_size=count)
     spread = advantages.std(correction=0)
     advantages = _whitened(advantages, options)
     complete = monte_carlo_returns(rewarded, options)
@@ -389,21 +373,10 @@ def shaped_rewards(rewarded: RewardedBatch) -> Tensor:
         assert rewarded.ref_logprobs is not None
         kl = sampled_kl(rewarded.old_logprobs, rewarded.ref_logprobs, rewarded.kl_estimator)
         rewards -= rewarded.kl_coef * kl
-    rows, _, last = _ends(rewarded.batch.written_lengths, rewarded.batch.device)
-    rewards[last] += rewarded.last[rows]
-    return rewards
-
-
-def _ends(lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows, first tokens, last tokens) of the responses that have tokens, int64 indices.
-
-    Args:
-        lengths: [B] int64 on the CPU.
-    """
-    rows = lengths.nonzero()[:, 0]
-    stops = lengths.cumsum(0)[rows]
-    first = stops - lengths[rows]
-    return on_device(rows, device), on_device(first, device), on_device(stops - 1, device)
+    starts = rewarded.batch.cu_seqlens
+    # An empty response has no token, and adds 0 to its neighbor's last one.
+    last = torch.where(starts.diff() > 0, rewarded.last, 0.0).to(rewards.dtype)
+    return rewards.index_put((starts[1:] - 1,), last, accumulate=True)
 
 
 def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:

@@ -42,7 +42,8 @@ def load_functions(
             term = replace(term, function=_explaining(option, term.function))
         functions[option] = term
     if "objective" in functions:
-        try_objective(functions["objective"].function, has_ref=has_ref or config.has_reference)
+        has_ref = has_ref or config.wants_reference or config.reference_model is not None
+        try_objective(functions["objective"].function, has_ref=has_ref)
     if "advantage" in functions:
         try_advantage(functions["advantage"].function, config)
     return functions
@@ -66,13 +67,10 @@ def _explaining(option: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
-    """Compute the loss of an objective on two made-up responses of five tokens in total.
+    """Compute the loss of an objective on two made-up responses of three and two tokens.
 
     Args:
         has_ref: whether the run has the reference's logprobs.
-
-    Raises:
-        ValueError, RuntimeError: see `user_functions.token_loss`, or the function raised.
     """
     numbers = torch.linspace(-1, 1, 5)
     scores = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
@@ -89,11 +87,7 @@ def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
 
 
 def try_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
-    """Compute advantages of made-up responses to one prompt, of three tokens and then two each.
-
-    Raises:
-        ValueError, RuntimeError: see `own_advantages`, or the function raised.
-    """
+    """Compute advantages of made-up responses to one prompt, of three tokens and then two each."""
     count = max(2, config.samples_per_prompt)
     numbers = torch.linspace(-1, 1, 2 * count + 1)
     own_advantages(

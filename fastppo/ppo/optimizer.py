@@ -236,7 +236,6 @@ def make_optimizer(
     Raises:
         ValueError: the class of `optimizer` does not exist, or does not take its options.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     head = [p for p in model.value_function.head.parameters() if p.requires_grad]
     critic_layers = [
@@ -258,12 +257,13 @@ def make_optimizer(
     groups: list[dict[str, Any]] = []
     for parameters, rate, decay in kinds:
         options = {"lr": rate["peak_lr"], **rate, "weight_decay": decay}
-        param_names = [names[id(p)] for p in parameters]
         if groups and options.items() <= groups[-1].items():  # one step for both
             groups[-1]["params"].extend(parameters)
-            groups[-1]["param_names"].extend(param_names)
         elif parameters:
-            groups.append({"params": parameters, "param_names": param_names, **options})
+            groups.append({"params": parameters, **options})
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        group["param_names"] = [names[id(p)] for p in group["params"]]
     return Optimizer(
         optimizer_maker(config, function),
         groups,
@@ -299,8 +299,7 @@ def optimizer_maker(
         try:
             optimizer: Any = make(groups, **options)
         except Exception as error:
-            place = place_of(error)
-            raise ValueError(f"optimizer={config.optimizer}: {error}{place}") from error
+            raise ValueError(f"optimizer={config.optimizer}: {error}{place_of(error)}") from error
         if not all(hasattr(optimizer, name) for name in ("param_groups", "step", "state_dict")):
             raise ValueError(
                 f"optimizer={config.optimizer} must return a torch.optim.Optimizer, got "
@@ -334,9 +333,8 @@ def check_optimizer(config: PPOConfig, function: Callable[..., Any] | None = Non
     try:
         optimizer.step()
     except Exception as error:
-        place = place_of(error)
         raise ValueError(
-            f"optimizer={config.optimizer} cannot take a step: {error}{place}"
+            f"optimizer={config.optimizer} cannot take a step: {error}{place_of(error)}"
         ) from error
 
 

@@ -83,11 +83,12 @@ class RunState:
     @classmethod
     def of(cls, config: PPOConfig) -> RunState:
         """Return the state before the first iteration."""
+        target = config.entropy_target
         return cls(
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
-            entropy_control=_entropy_control(config),
+            entropy_control=None if target is None else EntropyControl(config.entropy_coef, target),
             value_regression=ValueRegression() if config.fits_value_head else None,
             rate_control=AdaptiveRate() if config.is_adaptive else FixedRate(),
         )
@@ -216,11 +217,6 @@ def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
     if config.kl_controller == "penalty":
         return PenaltyKL(config.kl_coef, config.kl_target)
     return FixedKL(config.kl_coef)
-
-
-def _entropy_control(config: PPOConfig) -> EntropyControl | None:
-    target = config.entropy_target
-    return None if target is None else EntropyControl(config.entropy_coef, target)
 
 
 def _watch(config: PPOConfig) -> Watch:

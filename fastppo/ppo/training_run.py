@@ -224,12 +224,7 @@ class TrainingRun:
         """
         trainer = self.trainer
         options = trainer.begin_iteration()
-        chosen = trainer.curriculum.at(
-            self.state,
-            options.prompts_per_iteration,
-            options.seed,
-            options.samples_per_prompt,
-        )
+        chosen = self._choose(self.state.prompts_seen, options.prompts_per_iteration)
         prompts = trainer.prompts.select(chosen.rows)
         before = trainer.evaluation.before_update(trainer)
         if options.async_steps:
@@ -237,7 +232,7 @@ class TrainingRun:
 
         def more_prompts(count: int) -> Prompts:
             nonlocal chosen
-            following = self._following(chosen, count)
+            following = self._choose(chosen.position, count)
             chosen = Chosen(chosen.rows + following.rows, following.position)
             prompts: Prompts = trainer.prompts.select(following.rows)
             return prompts
@@ -266,18 +261,15 @@ class TrainingRun:
         """Return the token ids of the next iteration's prompts; none after the last."""
         if self.state.iteration + 1 == self.config.iterations:
             return []
-        following = self._following(chosen, self.config.prompts_per_iteration)
+        following = self._choose(chosen.position, self.config.prompts_per_iteration)
         return self.trainer.prompts.select(following.rows).token_ids
 
-    def _following(self, chosen: Chosen, count: int) -> Chosen:
-        """Return the next `count` prompts after the chosen ones."""
-        following: Chosen = self.trainer.curriculum.at(
-            replace(self.state, prompts_seen=chosen.position),
-            count,
-            self.config.seed,
-            self.config.samples_per_prompt,
-        )
-        return following
+    def _choose(self, position: int, count: int) -> Chosen:
+        """Choose the next `count` prompts from a position in the epochs on."""
+        state = replace(self.state, prompts_seen=position)
+        samples = self.config.samples_per_prompt
+        chosen: Chosen = self.trainer.curriculum.at(state, count, self.config.seed, samples)
+        return chosen
 
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:

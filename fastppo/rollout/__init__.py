@@ -132,11 +132,11 @@ class Rollout:
 
     def select(self, rows: Sequence[int]) -> Rollout:
         """Return the responses of the given rows, in that order."""
-        selected: dict[str, Any] = {}
-        for name, value in ((x.name, getattr(self, x.name)) for x in fields(self)):
-            if value is None or isinstance(value, Tensor):
-                selected[name] = None if value is None else value[list(rows)]
-            else:
+        selected: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
+        for name, value in selected.items():
+            if isinstance(value, Tensor):
+                selected[name] = value[list(rows)]
+            elif value is not None:
                 selected[name] = [value[row] for row in rows]
         return Rollout(**selected)
 
@@ -158,12 +158,12 @@ class Rollout:
 def require_tokens(rollout: Rollout) -> Rollout:
     """Return the rollout, or raise RolloutError if a response is empty: no token would carry its
     reward."""
-    for row, tokens in enumerate(rollout.tokens):
-        if not tokens:
-            raise RolloutError(
-                f"response {row} of {len(rollout.tokens)} (counted from 0) is empty: an engine "
-                "must return at least one token per prompt, such as the stop token"
-            )
+    lengths = rollout.lengths
+    if 0 in lengths:
+        raise RolloutError(
+            f"response {lengths.index(0)} of {len(lengths)} (counted from 0) is empty: an engine "
+            "must return at least one token per prompt, such as the stop token"
+        )
     return rollout
 
 

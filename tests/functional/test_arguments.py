@@ -251,7 +251,7 @@ def test_a_token_outside_the_vocabulary_raises_an_error_with_its_value(
 
 GARBAGE = [
     (fastppo.ppo_loss, {"advantages": ONE_IS_NAN}, r"advantages must be numbers, got nan at \[1\]"),
-    (fastppo.ppo_loss, {"old_logprobs": ONE_IS_NAN}, r"old_logprobs must be numbers, got nan at"),
+    (fastppo.ppo_loss, {"old_logprobs": -ONE_IS_NAN}, r"old_logprobs must be numbers, got nan at"),
     (
         fastppo.compute_advantages,
         {"scores": torch.tensor([0.0, nan])},

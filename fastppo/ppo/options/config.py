@@ -23,7 +23,6 @@ from fastppo.ppo.options.rewards import RewardOptions, TurnOptions
 from fastppo.ppo.options.rollout import RolloutOptions, check_stop_strings
 from fastppo.ppo.options.run import RunOptions, WatchOptions
 from fastppo.ppo.options.update import (
-    TARGET,
     AdvantageOptions,
     KLOptions,
     OptimizerOptions,
@@ -127,14 +126,13 @@ class PPOConfig(
                 raise ValueError(f"{name} has an effect only with {needs}")
 
     def at(self, iteration: int) -> PPOConfig:
-        """Return the options of one iteration, with the schedules applied, except for targets."""
+        """Return the options of one iteration, with the schedules applied."""
         if not self.schedules:
             return self
         progress = min(1.0, iteration / max(1, self.iterations - 1))
         changed = {
             schedule.name: schedule.value(getattr(self, schedule.name), progress)
             for schedule in map(Schedule.parse, self.schedules)
-            if schedule.shape != TARGET
         }
         return replace(self, **changed)  # type: ignore[arg-type]
 
@@ -142,7 +140,7 @@ class PPOConfig(
     def entropy_target(self) -> float | None:
         """Target of the entropy, nats per token, which `entropy_coef` is adapted to."""
         schedules = map(Schedule.parse, self.schedules)
-        return next((each.final for each in schedules if each.shape == TARGET), None)
+        return next((each.final for each in schedules if each.shape == "target"), None)
 
     def scheduled_values(self) -> dict[str, float]:
         """Return the scheduled options of `at(iteration)` as metrics, `schedule/NAME`."""
@@ -153,11 +151,6 @@ class PPOConfig(
     def own_functions(self) -> list[str]:
         """Options that name a user-defined function."""
         return [name for name in FUNCTIONS if ":" in getattr(self, name)]
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the reference's logprobs are computed, unless a reference is passed in."""
-        return self.wants_reference or self.reference_model is not None
 
     @property
     def wants_reference(self) -> bool:

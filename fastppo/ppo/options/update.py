@@ -28,12 +28,11 @@ SCHEDULED = (
 """Options that `schedules` may change; a learning rate in numbers has `lr_schedule`."""
 
 
-TARGET = "target"
-"""Shape of `entropy_coef=target:nats`, which adapts the coefficient to the entropy."""
-
-
 class Schedule(NamedTuple):
-    """`name=shape:final`: from the option's value to `final` over the iterations of the run."""
+    """`name=shape:final`: from the option's value to `final` over the iterations of the run.
+
+    `entropy_coef=target:nats` adapts the coefficient to the entropy instead.
+    """
 
     name: str
     shape: str
@@ -53,7 +52,9 @@ class Schedule(NamedTuple):
             )
         name, shape, last = match.groups()
         scalars.choice("schedules: the name", name, SCHEDULED)
-        shapes = ("constant", "linear", "cosine", *((TARGET,) if name == "entropy_coef" else ()))
+        shapes: tuple[str, ...] = ("constant", "linear", "cosine")
+        if name == "entropy_coef":
+            shapes = (*shapes, "target")
         scalars.choice("schedules: the shape", shape, shapes)
         try:
             final = float(last)
@@ -63,7 +64,7 @@ class Schedule(NamedTuple):
 
     def value(self, start: float, progress: float) -> float:
         """Return the value at `progress` in [0, 1] of the run."""
-        if self.shape == "constant":
+        if self.shape in ("constant", "target"):
             return start
         left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.final + (start - self.final) * left
