@@ -42,15 +42,7 @@ from fastppo.environments.pool import Answer, EnvironmentPool, Failure
 from fastppo.environments.tools import ToolFormat, Tools
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardError
-from fastppo.rollout import (
-    FINISHED,
-    OUT_OF_TURNS,
-    TRUNCATED,
-    Rollout,
-    RolloutEngine,
-    Sampling,
-    require_tokens,
-)
+from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutEngine, Sampling
 
 PLACEHOLDER = "assistantturn"
 """Assistant message that marks its place in a rendered chat."""
@@ -142,7 +134,7 @@ class OneTurn:
     def run(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
     ) -> tuple[Prompts, Rollout]:
-        return prompts, require_tokens(engine.generate(prompts.token_ids, sampling))
+        return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
 
     def close(self) -> None:
         """Does nothing."""
@@ -210,7 +202,7 @@ class Turns:
             if not live:
                 break
             conversations = [episodes[row].conversation for row in live]
-            sampled = require_tokens(engine.generate(conversations, sampling))
+            sampled = engine.generate(conversations, sampling).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)
             turns: dict[int, Any] = {}
             for place, row in enumerate(live):

@@ -126,6 +126,16 @@ class Rollout:
         """[B] whether the response did not finish by itself."""
         return [reason != FINISHED for reason in self.finish_reasons]
 
+    def with_tokens(self) -> Rollout:
+        """Return it, or raise RolloutError if a response has no token to carry its reward."""
+        lengths = self.lengths
+        if 0 in lengths:
+            raise RolloutError(
+                f"response {lengths.index(0)} of {len(lengths)} (counted from 0) is empty: an "
+                "engine must return at least one token per prompt, such as the stop token"
+            )
+        return self
+
     def turns_record(self, row: int) -> dict[str, Any]:
         """Return the turns of a response for a log record; empty without an environment."""
         return {} if self.turns is None else {"turns": self.turns[row]}
@@ -153,18 +163,6 @@ class Rollout:
             else:
                 joined[name] = [row for value in values for row in value]
         return cls(**joined)
-
-
-def require_tokens(rollout: Rollout) -> Rollout:
-    """Return the rollout, or raise RolloutError if a response is empty: no token would carry its
-    reward."""
-    lengths = rollout.lengths
-    if 0 in lengths:
-        raise RolloutError(
-            f"response {lengths.index(0)} of {len(lengths)} (counted from 0) is empty: an engine "
-            "must return at least one token per prompt, such as the stop token"
-        )
-    return rollout
 
 
 class RolloutEngine(ABC):
