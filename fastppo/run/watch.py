@@ -37,6 +37,7 @@ PAGE_ITEMS = {
 """Metrics explained on `PAGE`: their items of "My run does not learn"."""
 
 MEANINGS = {
+    "eos_rate": ": responses are cut off, at max_new_tokens or after max_turns",
     "reward_std": ": all responses got the same reward",
     "still_iterations": ": the policy does not move",
     "successes_per_minibatch": ": too few responses got more than the lowest reward",
