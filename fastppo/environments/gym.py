@@ -9,10 +9,13 @@ else, once the package is imported, `gymnasium.make("Name")`. `gym:file.py:Name`
 The policy reads the observation: a text as it is, anything else as JSON; with the option
 `render_mode=ansi` it reads the environment's rendering as text instead. With the prompt option
 `chat=true` it is a user message, otherwise a line of a text. The first observation replaces the
-prompt, except its system messages. A turn is the action: its text, for a discrete action space the
-first whole number in it, for a space of arrays, tuples or dicts the JSON in it. An invalid action
-is answered with `{"error": …}` and does not reach the environment. The reward is the environment's.
-Both `terminated` and `truncated` end an episode.
+prompt, except its system messages. It follows the rules, from the prompt option `rules=…` or a
+column `rules`: a system message or a line.
+
+A turn is the action: its text, for a discrete action space the first whole number in it, for a
+space of arrays, tuples or dicts the JSON in it. An invalid action is answered with `{"error": …}`
+and does not reach the environment. The reward is the environment's. Both `terminated` and
+`truncated` end an episode.
 
 For other texts and actions, a file of your own makes the environment:
 
@@ -45,8 +48,17 @@ NONE_REGISTERED = (
 
 
 def load_prompts(address: Address) -> Rows:
-    """Return one row per episode, with its seed."""
-    return seeded_prompts(address)
+    """Return one row per episode, with its seed and the rules.
+
+    Raises:
+        DataError: an option is unknown or has a wrong type.
+    """
+    options = dict(address.options)
+    rules = options.pop("rules", "")
+    if not isinstance(rules, str):
+        raise DataError(f"rules must be a text, got {describe(rules)}")
+    rows = seeded_prompts(Address(address.name, options))
+    return [row | {"rules": rules} for row in rows] if rules else rows
 
 
 def load_environment(target: str) -> Callable[[], Gym]:
@@ -124,14 +136,17 @@ class Gym:
         self.action = action or functools.partial(read_action, space)
         self.observation = observation or self._observe
 
-    def reset(self, prompt: Any, seed: int | None = None) -> Any:
-        """Start an episode and return its first observation."""
+    def reset(self, prompt: Any, seed: int | None = None, rules: str = "") -> Any:
+        """Start an episode and return its first observation, after the rules."""
         self.is_chat = is_chat(prompt)
         returned = self.environment.reset() if seed is None else self.environment.reset(seed=seed)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise ValueError(f"reset returned {describe(returned)}; expected (observation, info)")
         text = self.observation(returned[0])
-        return as_opening(text if self.is_chat else f"{text}\n", prompt)
+        if not self.is_chat:
+            return f"{rules}\n{text}\n" if rules else f"{text}\n"
+        opening = as_opening(text, prompt)
+        return [{"role": "system", "content": rules}, *opening] if rules else opening
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Take the action of a turn."""

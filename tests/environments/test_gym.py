@@ -204,6 +204,19 @@ def test_prompts_have_consecutive_seeds() -> None:
     assert load_prompts("gym:corridors:Corridor?size=1&chat=true")[0]["prompt"][0]["role"] == "user"
 
 
+def test_rules_precede_the_first_observation() -> None:
+    (row,) = load_prompts("gym:corridors:Corridor?size=1&rules=Answer 0 or 1.")
+    assert row["rules"] == "Answer 0 or 1."
+    game = Gym(Corridor())
+    assert game.reset(row["prompt"], row["seed"], row["rules"]) == 'Answer 0 or 1.\n{"place": 0}\n'
+    assert game.reset(CHAT[1:], 0, "Answer 0 or 1.") == [
+        {"role": "system", "content": "Answer 0 or 1."},
+        {"role": "user", "content": '{"place": 0}'},
+    ]
+    with pytest.raises(DataError, match="rules must be a text, got 5"):
+        load_prompts("gym:corridors:Corridor?rules=5")
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
