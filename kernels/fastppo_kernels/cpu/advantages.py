@@ -352,6 +352,23 @@ def _moments_around(x: Any, mask: Any, center: float) -> Any:
     return sums.sum(0)
 
 
+def _mean_and_variance(x: Any, mask: Any) -> tuple[float, float]:
+    """Return mean and variance (divided by n − 1) over the mask, in one pass if possible.
+
+    Σx² − n·mean² cancels if the mean is far from 0, and sums around a close number do not. A first
+    block has such a number, unless it is far from the others.
+    """
+    count, total, _ = _moments_around(x[:BLOCK], mask[:BLOCK], 0.0)
+    for _ in range(2):
+        center = total / max(count, 1.0)
+        count, rest, squares = _moments_around(x, mask, center)
+        excess = rest * rest / max(count, 1.0)
+        total = count * center + rest
+        if excess <= squares / 2:
+            break
+    return total / max(count, 1.0), (squares - excess) / max(count - 1.0, 1.0)
+
+
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
     flat = _flat(x, accumulation_dtype(x.dtype))
@@ -374,11 +391,7 @@ def whiten(
         mean = total / max(count, 1.0)
         variance = (squares - count * mean * mean) / max(count - 1.0, 1.0)
     else:
-        # Two passes: Σx² − n·mean² cancels if the mean is far from 0.
-        count, total, _ = _moments_around(flat, bits, 0.0)
-        mean = total / max(count, 1.0)
-        _, rest, squares = _moments_around(flat, bits, mean)
-        variance = (squares - rest * rest / max(count, 1.0)) / max(count - 1.0, 1.0)
+        mean, variance = _mean_and_variance(flat, bits)
     scale = float(1.0 / np.sqrt(np.maximum(variance, 0.0) + WHITEN_EPSILON))
     out = fresh(x, dtype)
     in_threads(

@@ -149,10 +149,12 @@ class _Room(NamedTuple):
 
     logits: [BLOCK], a copy in the logits' dtype, since the gradient may overwrite them.
     scores: [2, BLOCK] fp32, capped scores of policy and reference.
+    exponentials: [V] fp32, e^t of a row for its gradient, or None.
     """
 
     logits: Any
     scores: Any
+    exponentials: Any
 
 
 class _Statistics(NamedTuple):
@@ -392,15 +394,15 @@ def _units(z):
     return _exp2, LOWEST_BITS, LN_2, LOG2_E
 
 
-def _block_sums(z, maximum, scale):
-    """Return (Σ e^t, Σ e^t·t) of a block."""
+def _block_sums(z, maximum, scale, exponentials):
+    """Return (Σ e^t, Σ e^t·t) of a block, and write e^t unless `exponentials` is None."""
 
 
 @overload(_block_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
-def _block_sums_of(z, maximum, scale):
+def _block_sums_of(z, maximum, scale, exponentials):
     power, lowest, nats, per_nat = _units(z)
 
-    def block_sums(z, maximum, scale):
+    def block_sums(z, maximum, scale, exponentials):
         scale = scale * per_nat
         mass = ZERO
         moment = ZERO
@@ -408,6 +410,8 @@ def _block_sums_of(z, maximum, scale):
             t = (_wide(z[j]) - maximum) * scale
             t = lowest if t < lowest else t
             exponential = power(t)
+            if exponentials is not None:
+                exponentials[j] = exponential
             mass += exponential
             moment += exponential * t
         return mass, moment * nats
@@ -426,7 +430,12 @@ def _stop(start, token, size):
 
 
 @compiled
-def _sums(x, block, token, maximum, scale, softmax):
+def _part(exponentials, start, stop):
+    return None if exponentials is None else exponentials[start:stop]
+
+
+@compiled
+def _sums(x, block, token, maximum, scale, softmax, exponentials):
     """Return (Σ e^t, Σ e^t·t) of all columns except the token, fp64."""
     mass = 0.0
     moment = 0.0
@@ -434,7 +443,7 @@ def _sums(x, block, token, maximum, scale, softmax):
     while start < len(x):
         stop = _stop(start, token, len(x))
         z = _scores(x[start:stop], block, softmax.softcap, softmax.logit_scale)
-        of_block = _block_sums(z, maximum, scale)
+        of_block = _block_sums(z, maximum, scale, _part(exponentials, start, stop))
         mass += of_block[0]
         moment += of_block[1]
         start = stop + 1 if stop == token else stop
@@ -519,18 +528,20 @@ class _Factors(NamedTuple):
     of_gap: float
 
 
-def _block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax):
+def _block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax, exponentials):
     """Write dL/dx of a block, without the gap if `ref_z` is None or empty.
+
+    e^t is computed if `exponentials` is None.
 
     `out` must not alias the inputs, or there would be no vector instructions.
     """
 
 
 @overload(_block_gradient, jit_options={"fastmath": set(EXACT), "forceinline": True})
-def _block_gradient_of(x, z, ref_z, out, maxima, scale, factors, softmax):
+def _block_gradient_of(x, z, ref_z, out, maxima, scale, factors, softmax, exponentials):
     power, lowest, nats, per_nat = _units(z)
 
-    def block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax):
+    def block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax, exponentials):
         linear = factors.linear * nats
         for j in range(len(out)):
             t = (_wide(z[j]) - maxima.maximum) * (scale * per_nat)
@@ -539,7 +550,8 @@ def _block_gradient_of(x, z, ref_z, out, maxima, scale, factors, softmax):
             if ref_z is not None and len(ref_z):
                 factor += factors.of_gap * _gap(_wide(z[j]), _wide(ref_z[j]), maxima, scale)
             slope = _cap_slope(_wide(x[j]), softmax.softcap, softmax.logit_scale)
-            _store(out, j, power(t) * factor * slope)
+            exponential = power(t) if exponentials is None else exponentials[j]
+            _store(out, j, exponential * factor * slope)
 
     return block_gradient
 
@@ -572,11 +584,11 @@ def _scales(softmax, i):
 
 
 @compiled
-def _total(x, block, token, scale, softmax):
+def _total(x, block, token, scale, softmax, exponentials):
     """Return (m, t_y, Σ e^t of the other columns, Σ e^t·t, log Σ e^t)."""
     maximum = _maximum(x, softmax)
     factor = F32(scale)
-    others, moment = _sums(x, block, token, maximum, factor, softmax)
+    others, moment = _sums(x, block, token, maximum, factor, softmax, exponentials)
     shifted = np.float64((_score(x, token, softmax) - maximum) * factor)
     shifted = LOWEST if shifted < LOWEST else shifted
     exponential = math.exp(shifted)
@@ -585,8 +597,11 @@ def _total(x, block, token, scale, softmax):
 
 
 @compiled
-def _statistics(x, ref_rows, blocks, token, scale, softmax, i):
-    maximum, shifted, others, moment, log_total = _total(x, blocks[0], token, scale, softmax)
+def _statistics(x, ref_rows, room, token, scale, softmax, i):
+    blocks = room.scores
+    maximum, shifted, others, moment, log_total = _total(
+        x, blocks[0], token, scale, softmax, room.exponentials
+    )
     exponential = math.exp(shifted)
     total = others + exponential
     logprob = shifted - log_total
@@ -600,7 +615,7 @@ def _statistics(x, ref_rows, blocks, token, scale, softmax, i):
     kl = 0.0
     if ref_rows is not None:
         ref_x = _row(ref_rows, i)
-        ref_maximum, _, _, _, ref_log_total = _total(ref_x, blocks[1], token, scale, softmax)
+        ref_maximum, _, _, _, ref_log_total = _total(ref_x, blocks[1], token, scale, softmax, None)
         maxima = _Maxima(maximum, ref_maximum)
         factor = F32(scale)
         gaps, ruled_out = _gap_sums(x, ref_x, blocks, token, maxima, factor, softmax)
@@ -657,7 +672,8 @@ def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
         ref_stop = start if by_kl == 0 else stop
         ref_z = _reference_scores(ref_rows, i, start, ref_stop, room.scores[1], softmax)
         out = grad[start:stop]
-        _block_gradient(logits, z, ref_z, out, maxima, F32(scale), factors, softmax)
+        exponentials = _part(room.exponentials, start, stop)
+        _block_gradient(logits, z, ref_z, out, maxima, F32(scale), factors, softmax, exponentials)
         if start <= token < stop:
             _store(out, token - start, of_token)
 
@@ -843,7 +859,7 @@ def _loss_rows(
             continue
         x = _row(rows, i)
         scale = _scales(softmax, i)[0]
-        of_row = _statistics(x, ref_rows, room.scores, token.tokens[i], scale, softmax, i)
+        of_row = _statistics(x, ref_rows, room, token.tokens[i], scale, softmax, i)
         logprob = np.float64(F32(of_row.logprob))  # rounded as the caller gets it
         policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
         row_stats[0, i] = logprob
@@ -866,9 +882,7 @@ def _statistics_rows(start, stop, room, rows, ref_rows, tokens, softmax, row_sta
     [2, N, 2]."""
     for i in range(start, stop):
         x = _row(rows, i)
-        of_row = _statistics(
-            x, ref_rows, room.scores, tokens[i], _scales(softmax, i)[0], softmax, i
-        )
+        of_row = _statistics(x, ref_rows, room, tokens[i], _scales(softmax, i)[0], softmax, i)
         row_stats[0, i] = of_row.logprob
         row_stats[1, i] = of_row.entropy
         row_stats[2, i] = of_row.kl
@@ -931,10 +945,11 @@ def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
     return None if x is None else _rows(x, like)
 
 
-def _room(logits: Tensor) -> _Room:
+def _room(logits: Tensor, *, keeps_exponentials: bool = False) -> _Room:
     """Allocate the buffers of one thread."""
     in_memory = torch.empty(BLOCK, dtype=BITS[logits.dtype])
-    return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32))
+    exponentials = np.empty(logits.shape[-1], np.float32) if keeps_exponentials else None
+    return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32), exponentials)
 
 
 def _numbers(softmax: Softmax) -> _Softmax:
@@ -1013,7 +1028,7 @@ def _loss_pass(
         has_gradient,
         _rows(grad, logits),
         entries=logits.numel(),
-        room=functools.partial(_room, logits),
+        room=functools.partial(_room, logits, keeps_exponentials=True),
     )
     of_tokens = torch.from_numpy(terms)
     sums = of_tokens.sum(0)

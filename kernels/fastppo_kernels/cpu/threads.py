@@ -35,7 +35,12 @@ IN_LANES = EXACT | {"reassoc", "nsz"}
 """Flags of loops whose sums may be carried in vector lanes. NaN and infinities are kept."""
 
 HUGE_PAGE = 2**21
-"""Bytes. Below twice as many, torch allocates the memory."""
+
+LARGE = 2 * HUGE_PAGE
+"""Bytes from which NumPy requests huge pages."""
+
+KEPT = 2**18
+"""Bytes from which freed memory is kept for the next result."""
 
 ENTRIES_PER_THREAD = 2**18
 """Work that is worth a second thread, given the time to wake one: GAE of 64 × 4096 on two busy
@@ -195,7 +200,7 @@ def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     dtype = dtype or like.dtype
     size = like.numel() * dtype.itemsize
-    if size < 2 * HUGE_PAGE or like.device.type != "cpu":
+    if size < KEPT or like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
     buffer = _take(size)
     memory = buffer[:size]  # lives as long as the tensor's storage
@@ -204,7 +209,10 @@ def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 SPARES = 2
-"""Freed buffers to keep."""
+"""Freed buffers of at least `LARGE` bytes to keep."""
+
+SMALL_SPARES = 4
+"""Smaller ones to keep, such as advantages and returns."""
 
 _spares: dict[int, np.ndarray] = {}
 """Freed buffers by `id`, oldest first. Only atomic operations change it, since a garbage collection
@@ -221,14 +229,17 @@ def _take(size: int) -> np.ndarray:
 
 def _keep(buffer: np.ndarray) -> None:
     _spares[id(buffer)] = buffer
-    for key in list(_spares)[:-SPARES]:
-        _spares.pop(key, None)
+    for is_large, limit in ((True, SPARES), (False, SMALL_SPARES)):
+        alike = [key for key, each in list(_spares.items()) if (each.nbytes >= LARGE) == is_large]
+        for key in alike[:-limit]:
+            _spares.pop(key, None)
 
 
 def empty_cache() -> None:
     """Return the memory of freed gradients on a CPU to the system.
 
-    The CPU kernels keep the memory of the last two freed results of at least 4 MiB, because new
-    memory can take longer than the kernel. `torch.cuda.empty_cache` does the same for a GPU.
+    The CPU kernels keep the memory of the last two freed results of at least 4 MiB, and of the last
+    four of 256 KiB to 4 MiB, because new memory can take longer than the kernel.
+    `torch.cuda.empty_cache` does the same for a GPU.
     """
     _spares.clear()

@@ -168,7 +168,8 @@ def test_a_slow_compilation_is_announced_on_a_terminal(
 
 # ---------------------------------------------------------------------------------- kept memory
 
-LARGE = torch.empty(2 * cpu_threads.HUGE_PAGE, dtype=torch.uint8)
+LARGE = torch.empty(cpu_threads.LARGE, dtype=torch.uint8)
+SMALL = LARGE[: cpu_threads.KEPT]
 
 
 @pytest.fixture
@@ -216,9 +217,12 @@ def test_kept_memory_is_bounded() -> None:
     assert held_bytes() == cpu_threads.SPARES * LARGE.nbytes
     del larger
     assert held_bytes() == 3 * LARGE.nbytes
-    small = fresh(LARGE[:-1])
-    assert small.untyped_storage().nbytes() == LARGE.nbytes - 1
-    assert held_bytes() == 3 * LARGE.nbytes
+    smaller = [fresh(SMALL) for _ in range(7)]
+    del smaller
+    assert held_bytes() == 3 * LARGE.nbytes + cpu_threads.SMALL_SPARES * SMALL.nbytes
+    unkept = fresh(SMALL[:-1])
+    del unkept
+    assert held_bytes() == 3 * LARGE.nbytes + cpu_threads.SMALL_SPARES * SMALL.nbytes
 
 
 @pytest.mark.usefixtures("empty_cache")
