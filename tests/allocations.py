@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fastppo
 from fastppo.functional.record_operator import Operator
 
 
@@ -51,6 +52,7 @@ def _transparent(operator: Operator, **operands: Any) -> Any:
 
 def allocations(work: Callable[[], Any]) -> tuple[int, int]:
     """Return (largest single allocation, peak above the live memory before) of `work`, bytes."""
+    fastppo.empty_cache()
     with pytest.MonkeyPatch.context() as patch, _Watch() as watch:
         patch.setattr(Operator, "__call__", _transparent)
         work()

@@ -32,6 +32,7 @@ and a GPU does not skip rows without a gradient.
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
 from typing import NamedTuple
@@ -161,15 +162,22 @@ class _Head:
     """A projection's operands in the GEMMs' dtype, and the buffer of its logits."""
 
     def __init__(
-        self, projection: Projection, dtype: torch.dtype, *, buffer_rows: int, aligned: bool
+        self,
+        projection: Projection,
+        dtype: torch.dtype,
+        *,
+        buffer_rows: int,
+        row_functions: ModuleType,
     ) -> None:
         self.hidden = projection.hidden
         self.dtype = dtype
         self.weight = projection.weight.to(dtype)
         self.bias = None if projection.bias is None else projection.bias.to(dtype)
         vocab = self.weight.shape[0]
-        multiple = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
-        buffer = self.weight.new_empty((buffer_rows, math.ceil(vocab / multiple) * multiple))
+        multiple = 1 if row_functions.READS_VALUES else ROW_ALIGNMENT // dtype.itemsize
+        shape = (buffer_rows, math.ceil(vocab / multiple) * multiple)
+        empty_like = getattr(row_functions, "fresh", torch.empty_like)
+        buffer = empty_like(self.weight[:1, :1].expand(shape))
         # oneDNN's bf16 products on AMX read the padding times 0, and NaN would stay NaN.
         buffer[:, vocab:] = 0
         self.buffer = buffer[:, :vocab]
@@ -200,7 +208,7 @@ class _Loop:
         *,
         weighted_rows: Tensor | None = None,
         trains_weight: bool,
-        aligned: bool,
+        row_functions: ModuleType,
     ) -> None:
         hidden = projection.hidden
         weight = projection.weight
@@ -219,12 +227,11 @@ class _Loop:
         self.chunks: list[Selection] = [
             part if weighted_rows is None else weighted_rows[part] for part in slices
         ]
-        self.head = _Head(projection, dtype, buffer_rows=min(step, count), aligned=aligned)
-        self.ref_head = None
-        if ref_projection is not None:
-            self.ref_head = _Head(
-                ref_projection, dtype, buffer_rows=min(step, count), aligned=aligned
-            )
+        new_head = functools.partial(
+            _Head, dtype=dtype, buffer_rows=min(step, count), row_functions=row_functions
+        )
+        self.head = new_head(projection)
+        self.ref_head = None if ref_projection is None else new_head(ref_projection)
 
     def ref_logits(self, rows: Selection) -> Tensor | None:
         if self.ref_head is None:
@@ -334,7 +341,7 @@ def ppo_loss(
         gemm,
         weighted_rows=weighted_rows,
         trains_weight=wanted.weight,
-        aligned=not row_functions.READS_VALUES,
+        row_functions=row_functions,
     )
     grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
     wide = accumulation_dtype(loop.head.dtype)
@@ -392,7 +399,7 @@ def token_stats(
         ref_projection,
         gemm,
         trains_weight=False,
-        aligned=not row_functions.READS_VALUES,
+        row_functions=row_functions,
     )
     chunks = [
         row_functions.token_stats(
@@ -430,7 +437,7 @@ def token_stats_backward(
         None if grads.kl is None else ref_projection,
         gemm,
         trains_weight=wanted.weight,
-        aligned=not row_functions.READS_VALUES,
+        row_functions=row_functions,
     )
     projection_grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
     for index in loop.chunks:

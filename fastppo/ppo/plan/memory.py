@@ -20,7 +20,7 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
     vLLM               its share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
                        the buffers of a sampling step
-    spare buffers      kept by the CPU kernels: the gradient of a chunk of PPO-ptx logits
+    spare buffers      kept by the CPU kernels: a chunk's logits, or two with PPO-ptx or exact KL
     activations        all else: tensors saved by autograd, weights cast by autocast
 
 Activations are counted by running the model on fake tensors, so they follow its architecture,
@@ -248,21 +248,18 @@ class Process:
         parts["value function"] += self.regression_bytes  # the batch's moments
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
-        exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
-        # The reference's logits, or with a loss scale the gradient of the logits.
-        buffers = 2 if exact_kl or config.precision == "fp16" else 1
         self.policy.set_training(config.gradient_checkpointing)
         before = self.live.bytes
         with self.live.peak() as peak:
             with self.policy.autocast():
                 hidden, values, _ = self.policy(self.layout)
                 held = self.live.bytes - before
-                logits = self.loss_bytes(hidden, buffers=buffers)
+                logits = self.loss_bytes(hidden, buffers=self.loss_buffers)
             torch.autograd.backward([hidden, values], [hidden.detach(), values.detach()])
             del hidden, values
-        at_loss = [(held, logits)]
+        at_loss = [(held, logits, self.loss_buffers)]
         if config.is_used("ptx_coef"):
-            at_loss.append(self.read_text())
+            at_loss.append((*self.read_text(), 2))
         new_gradients = (
             0 if has_gradients else bytes_of(p.grad for p in trained if p.grad is not None)
         )
@@ -271,12 +268,14 @@ class Process:
             "activations": max(0, peak.bytes - new_gradients),
         }
         moments = [Phase("update", parts | backward)]
-        for held, logits in at_loss:
+        for held, logits, buffers in at_loss:
             loss = {
                 "gradients": self.gradient_bytes if has_gradients else 0,
                 "logits": logits,
                 "activations": held,
             }
+            if self.run.device.type == "cpu":
+                loss["spare buffers"] = self.spare_bytes(in_use=buffers)
             moments.append(Phase("update", parts | loss))
         return max(moments, key=lambda phase: phase.total)
 
@@ -303,6 +302,14 @@ class Process:
         """Return the sequences of a PPO-ptx microbatch."""
         fitting = self.config.limits().count(self.config.ptx_block_size)
         return min(fitting, self.run.share(self.config.ptx_batch_size))
+
+    @property
+    def loss_buffers(self) -> int:
+        """Buffers of logits of the PPO loss."""
+        config = self.config
+        exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
+        # The reference's logits, or with a loss scale the gradient of the logits.
+        return 2 if exact_kl or config.precision == "fp16" else 1
 
     def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:
         """Return the bytes of the loss on hidden states.
@@ -353,11 +360,22 @@ class Process:
         if self.run.device.type == "cpu" and self.config.is_adaptive:
             # On a GPU, this copy is in the host's memory.
             parts["weights before"] = self.gradient_bytes
-        if self.run.device.type == "cpu" and self.config.is_used("ptx_coef"):
-            rows = self.rows_of_chunk(self.rows_of_text() * self.config.ptx_block_size, buffers=2)
-            vocabulary = len(self.policy.head.weight)
-            parts["spare buffers"] = rows * vocabulary * self.dtype.itemsize
+        if self.run.device.type == "cpu":
+            parts["spare buffers"] = self.spare_bytes()
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
+
+    def spare_bytes(self, *, in_use: int = 0) -> int:
+        """Return the bytes of the buffers of logits that the CPU's kernels keep between calls.
+
+        in_use: those that a loss is using.
+        """
+        tokens = self.run.microbatch * self.config.max_new_tokens
+        buffers = self.loss_buffers
+        if self.config.is_used("ptx_coef"):
+            tokens = max(tokens, self.rows_of_text() * self.config.ptx_block_size)
+            buffers = 2
+        rows = self.rows_of_chunk(tokens, buffers=buffers)
+        return (buffers - in_use) * rows * len(self.policy.head.weight) * self.dtype.itemsize
 
     def weights(self, shards: int, *, fp32: bool) -> dict[str, int]:
         """Return the bytes of the weights of every model.

@@ -15,11 +15,11 @@ and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
 
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(gap_j − γ) ) }
 
-A row takes three sweeps through the caches: its maximum; the sums of e^t; and e^t again, times
-a + b·t, which gives the gradient, optionally in place. A backward pass has the statistics and takes
-only the last sweep. Sweeps work on blocks that fit in the L1 cache. The exponential is a
-polynomial, so that everything compiles to vector instructions; it is shorter for 16-bit logits.
-Sums are carried in fp32 lanes and joined in fp64.
+A row takes three sweeps through the caches: its maximum; the sums of e^t, which is kept; and
+e^t·(a + b·t), which gives the gradient, optionally in place. A backward pass has the statistics and
+takes only the last sweep, with e^t computed again. Sweeps work on blocks that fit in the L1 cache.
+The exponential is a polynomial, so that everything compiles to vector instructions; it is shorter
+for 16-bit logits. Sums are carried in fp32 lanes and joined in fp64.
 
 Rows are distributed over as many threads as torch has; the bits do not depend on their number. Rows
 of weight 0 are not read. fp64 logits use the torch backend.

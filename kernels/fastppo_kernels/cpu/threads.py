@@ -37,7 +37,10 @@ IN_LANES = EXACT | {"reassoc", "nsz"}
 HUGE_PAGE = 2**21
 
 LARGE = 2 * HUGE_PAGE
-"""Bytes from which NumPy requests huge pages."""
+"""Bytes from which NumPy requests huge pages. Below, torch allocates the memory."""
+
+ALIGNMENT = 64
+"""Bytes, as torch aligns. NumPy's large memory starts 16 bytes into a page."""
 
 KEPT = 2**18
 """Bytes from which freed memory is kept for the next result."""
@@ -202,8 +205,9 @@ def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     size = like.numel() * dtype.itemsize
     if size < KEPT or like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
-    buffer = _take(size)
-    memory = buffer[:size]  # lives as long as the tensor's storage
+    buffer = _take(size if size < LARGE else size + ALIGNMENT)
+    start = -buffer.ctypes.data % ALIGNMENT
+    memory = buffer[start : start + size]  # lives as long as the tensor's storage
     weakref.finalize(memory, _keep, buffer).atexit = False
     return torch.from_numpy(memory).view(dtype).view(like.shape)
 
@@ -224,6 +228,8 @@ def _take(size: int) -> np.ndarray:
     for key, buffer in list(_spares.items()):
         if size <= buffer.nbytes <= 2 * size and _spares.pop(key, None) is not None:
             return buffer
+    if size < LARGE:
+        return torch.empty(size, dtype=torch.uint8).numpy()
     return np.empty(size, dtype=np.uint8)
 
 
