@@ -75,6 +75,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "whiten_advantages: variance": {"whiten_advantages": "variance"},
     "whiten_advantages: none": {"whiten_advantages": "none"},
     "step_kl: 0.02": {"step_kl": 0.02},
+    "step_kl: 0.05": {"step_kl": 0.05},
     "step_kl: 0.1": {"step_kl": 0.1},
     "turn_gae, lam: 0.95": {"advantage": "turn_gae"},
     "turn_gae, lam: 0.6": {"advantage": "turn_gae", "lam": 0.6},

@@ -281,3 +281,11 @@ def _iterate(trainer: PPOTrainer) -> dict[str, float]:
 def test_combinations_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**options)
+
+
+@pytest.mark.parametrize(("responses", "expected"), [(16, 0.013), (64, 0.025), (256, 0.05)])
+def test_step_kl_grows_with_the_batch_up_to_a_bound(responses: int, expected: float) -> None:
+    assert PPOConfig(rollout_batch_size=responses).step_kl == expected
+    assert PPOConfig(rollout_batch_size=16 * responses).step_kl == 0.05
+    assert PPOConfig(rollout_batch_size=responses, step_kl=0.01).step_kl == 0.01
+    assert PPOConfig(rollout_batch_size=responses, learning_rate=1e-5).step_kl is None

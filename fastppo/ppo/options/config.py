@@ -7,6 +7,7 @@ wrong options are refused at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,11 @@ CRITIC_RATE = 10.0
 """Learning rate of a separate critic relative to the policy's, as in verl; OpenRLHF has 9."""
 
 
+def default_step_kl(responses: int) -> float:
+    """Return the default of `step_kl` for a batch: the more responses, the less noise in a step."""
+    return round(min(0.05, 0.025 * math.sqrt(responses / 64)), 3)
+
+
 @dataclass(kw_only=True, frozen=True)
 class PPOConfig(
     PolicyOptions,
@@ -85,6 +91,8 @@ class PPOConfig(
         if self.whiten_advantages is None:
             whitening = "none" if self.advantage == "group" else "full"
             object.__setattr__(self, "whiten_advantages", whitening)
+        if self.step_kl is None and self.is_adaptive:
+            object.__setattr__(self, "step_kl", default_step_kl(self.rollout_batch_size))
         check_stop_strings(self.stop_strings)
         check_batches(self)
         check_models(self)

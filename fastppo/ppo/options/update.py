@@ -189,9 +189,10 @@ class OptimizerOptions(Options):
     learning_rate: float | Literal["auto"] = option(
         "auto", "Peak learning rate; auto: adapted to step_kl after every update", above=0
     )
-    step_kl: float = option(
-        0.05,
-        "Target of learning_rate=auto: KL of an update to the rollout policy, nats per token",
+    step_kl: float | None = option(
+        None,
+        "Target of learning_rate=auto: KL of an update to the rollout policy, nats per token; "
+        "default: 0.025 for a rollout_batch_size of 64, growing with its square root up to 0.05",
         above=0,
     )
     value_learning_rate: float | None = option(
