@@ -354,7 +354,7 @@ class PPOTrainer:
         if options.is_adaptive and state.trains_by_reward(options):
             self.optimizer.copy_weights()
         steps = options.ppo_epochs * min(options.minibatches, len(experience))
-        state.rate_control.begin_update(options.step_kl or 0.0, steps)
+        state.rate_control.begin_update(options.update_target, steps)
         for _ in range(options.critic_only_epochs):
             self.set_learning_rate(first_step)
             train_critic(

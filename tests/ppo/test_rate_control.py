@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
     trainer.train()
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     reached = statistics.median(record["update_kl"] for record in records[2:7])
-    assert trainer.config.step_kl / 4 < reached < 2 * trainer.config.step_kl
+    assert trainer.config.update_target / 4 < reached < 2 * trainer.config.update_target
     assert trainer.state.rate_control.rate > 10 * FIRST_RATE
 
 
@@ -224,7 +225,7 @@ def test_an_update_that_goes_too_far_is_undone(dtype: str, tmp_path: Path) -> No
     trainer.state.rate_control.rate = rate = 5e-2
     metrics = _iterate(trainer)
     assert metrics["undone"] == 1
-    assert metrics["update_kl"] > TOO_FAR * trainer.config.step_kl
+    assert metrics["update_kl"] > TOO_FAR * trainer.config.update_target
     assert trainer.state.rate_control.rate < rate / 3
     for before, after in zip(weights, weights_of(trainer), strict=True):
         assert torch.equal(before, after)
@@ -285,7 +286,11 @@ def test_combinations_are_refused(options: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(("responses", "expected"), [(16, 0.013), (64, 0.025), (256, 0.05)])
 def test_step_kl_grows_with_the_batch_up_to_a_bound(responses: int, expected: float) -> None:
-    assert PPOConfig(rollout_batch_size=responses).step_kl == expected
-    assert PPOConfig(rollout_batch_size=16 * responses).step_kl == 0.05
-    assert PPOConfig(rollout_batch_size=responses, step_kl=0.01).step_kl == 0.01
-    assert PPOConfig(rollout_batch_size=responses, learning_rate=1e-5).step_kl is None
+    config = PPOConfig(rollout_batch_size=responses)
+    assert config.update_target == expected
+    assert replace(config, rollout_batch_size=4096).update_target == 0.05
+    assert replace(config, learning_rate=1e-5).step_kl is None
+    assert replace(config, step_kl=0.01).update_target == 0.01
+    falling = replace(config, iterations=3, schedules=["step_kl=linear:0.001"])
+    assert falling.at(0).update_target == pytest.approx(expected)
+    assert falling.at(2).update_target == pytest.approx(0.001)

@@ -57,11 +57,6 @@ CRITIC_RATE = 10.0
 """Learning rate of a separate critic relative to the policy's, as in verl; OpenRLHF has 9."""
 
 
-def default_step_kl(responses: int) -> float:
-    """Return the default of `step_kl` for a batch: the more responses, the less noise in a step."""
-    return round(min(0.05, 0.025 * math.sqrt(responses / 64)), 3)
-
-
 @dataclass(kw_only=True, frozen=True)
 class PPOConfig(
     PolicyOptions,
@@ -91,8 +86,6 @@ class PPOConfig(
         if self.whiten_advantages is None:
             whitening = "none" if self.advantage == "group" else "full"
             object.__setattr__(self, "whiten_advantages", whitening)
-        if self.step_kl is None and self.is_adaptive:
-            object.__setattr__(self, "step_kl", default_step_kl(self.rollout_batch_size))
         check_stop_strings(self.stop_strings)
         check_batches(self)
         check_models(self)
@@ -133,16 +126,30 @@ class PPOConfig(
             if not where and self.is_set(name):
                 raise ValueError(f"{name} has an effect only with {needs}")
 
+    def start_of(self, schedule: Schedule) -> Any:
+        """Return the value that a schedule starts from, or None."""
+        return self.update_target if schedule.name == "step_kl" else getattr(self, schedule.name)
+
     def at(self, iteration: int) -> PPOConfig:
         """Return the options of one iteration, with the schedules applied."""
         if not self.schedules:
             return self
         progress = min(1.0, iteration / max(1, self.iterations - 1))
         changed = {
-            schedule.name: schedule.value(getattr(self, schedule.name), progress)
+            schedule.name: schedule.value(self.start_of(schedule), progress)
             for schedule in map(Schedule.parse, self.schedules)
         }
         return replace(self, **changed)  # type: ignore[arg-type]
+
+    @property
+    def update_target(self) -> float:
+        """Target of `learning_rate=auto`: `step_kl`, or its default for the size of the batch.
+
+        The more responses, the less noise in a step.
+        """
+        if self.step_kl is not None:
+            return self.step_kl
+        return round(min(0.05, 0.025 * math.sqrt(self.rollout_batch_size / 64)), 3)
 
     @property
     def entropy_target(self) -> float | None:
@@ -560,7 +567,7 @@ def check_schedules(config: PPOConfig) -> None:
     if len(config.scheduled) < len(schedules):
         raise ValueError(f"schedules has one name twice: {config.schedules}")
     for schedule in schedules:
-        if getattr(config, schedule.name) is None:
+        if config.start_of(schedule) is None:
             raise ValueError(f"schedules: {schedule.name} has no value to start from")
         check_bounds(PPOConfig, schedule.name, schedule.final)
         if schedule.name == "dual_clip":

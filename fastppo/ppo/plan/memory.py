@@ -274,8 +274,7 @@ class Process:
                 "logits": logits,
                 "activations": held,
             }
-            if self.run.device.type == "cpu":
-                loss["spare buffers"] = self.spare_bytes(in_use=buffers)
+            loss["spare buffers"] = self.spare_bytes(in_use=buffers)
             moments.append(Phase("update", parts | loss))
         return max(moments, key=lambda phase: phase.total)
 
@@ -360,8 +359,7 @@ class Process:
         if self.run.device.type == "cpu" and self.config.is_adaptive:
             # On a GPU, this copy is in the host's memory.
             parts["weights before"] = self.gradient_bytes
-        if self.run.device.type == "cpu":
-            parts["spare buffers"] = self.spare_bytes()
+        parts["spare buffers"] = self.spare_bytes()
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
     def spare_bytes(self, *, in_use: int = 0) -> int:
@@ -369,6 +367,8 @@ class Process:
 
         in_use: those that a loss is using.
         """
+        if self.run.device.type != "cpu" or self.config.backend == "torch":
+            return 0
         tokens = self.run.microbatch * self.config.max_new_tokens
         buffers = self.loss_buffers
         if self.config.is_used("ptx_coef"):

@@ -225,8 +225,8 @@ can free a tensor at any point of any thread."""
 
 def _take(size: int) -> np.ndarray:
     """Return a kept buffer of `size` bytes, at most twice as large, or a new one."""
-    for key, buffer in list(_spares.items()):
-        if size <= buffer.nbytes <= 2 * size and _spares.pop(key, None) is not None:
+    for buffer in list(_spares.values()):
+        if size <= buffer.nbytes <= 2 * size and _spares.pop(id(buffer), None) is not None:
             return buffer
     if size < LARGE:
         return torch.empty(size, dtype=torch.uint8).numpy()
@@ -236,9 +236,9 @@ def _take(size: int) -> np.ndarray:
 def _keep(buffer: np.ndarray) -> None:
     _spares[id(buffer)] = buffer
     for is_large, limit in ((True, SPARES), (False, SMALL_SPARES)):
-        alike = [key for key, each in list(_spares.items()) if (each.nbytes >= LARGE) == is_large]
-        for key in alike[:-limit]:
-            _spares.pop(key, None)
+        alike = [each for each in list(_spares.values()) if (each.nbytes >= LARGE) == is_large]
+        for each in alike[:-limit]:
+            _spares.pop(id(each), None)
 
 
 def empty_cache() -> None:
