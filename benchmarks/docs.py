@@ -45,6 +45,7 @@ Every operation next to plain PyTorch, `torch.compile` and other packages with t
 `benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) explains the
 columns and [their limits](../benchmarks/README.md#limits-of-these-numbers).
 [Kernel notes](../kernels/NOTES.md) list the floor of each kernel and the attempts to reach it.
+On a CPU, losses in bf16 are limited by instructions, not by memory.
 
 Times are medians of a call. Plain PyTorch is the code you write without a library. The fastest
 other is "none" if no other provider runs the case. Every provider agreed with fp64 before it was
