@@ -114,6 +114,15 @@ def test_whitening_handles_sums_that_overflow_or_cancel_in_fp32(
     torch.testing.assert_close(fastppo.whiten(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_whitening_does_not_cancel_where_the_first_numbers_are_masked() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = 1e7 + torch.randn(60_000, generator=generator, dtype=torch.float64)
+    mask = torch.arange(len(x)) >= 20_000
+    expected = torch.zeros_like(x)
+    expected[mask] = torch.from_numpy(paper.whiten(x[mask].numpy()))
+    torch.testing.assert_close(fastppo.whiten(x, mask), expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_moments_of_parts_whiten_like_the_whole_batch(ranks: int) -> None:
     """With an all-reduce of the moments, each rank gets its part of the whole batch."""

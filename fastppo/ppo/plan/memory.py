@@ -20,7 +20,7 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
     vLLM               its share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
                        the buffers of a sampling step
-    spare buffers      kept by the CPU kernels: a chunk's logits, or two with PPO-ptx or exact KL
+    spare buffers      kept by the CPU kernels: as many as a loss has of a chunk's logits
     activations        all else: tensors saved by autograd, weights cast by autocast
 
 Activations are counted by running the model on fake tensors, so they follow its architecture,
@@ -273,8 +273,8 @@ class Process:
                 "gradients": self.gradient_bytes if has_gradients else 0,
                 "logits": logits,
                 "activations": held,
+                "spare buffers": self.spare_bytes(in_use=buffers),
             }
-            loss["spare buffers"] = self.spare_bytes(in_use=buffers)
             moments.append(Phase("update", parts | loss))
         return max(moments, key=lambda phase: phase.total)
 
@@ -304,11 +304,15 @@ class Process:
 
     @property
     def loss_buffers(self) -> int:
-        """Buffers of logits of the PPO loss."""
+        """Buffers of logits of the PPO loss.
+
+        The second is for the reference's logits, or for the gradient of logits that are computed
+        again: with a loss scale, and for an objective that is differentiated by autograd.
+        """
         config = self.config
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
-        # The reference's logits, or with a loss scale the gradient of the logits.
-        return 2 if exact_kl or config.precision == "fp16" else 1
+        is_function = config.objective == "penalty" or "objective" in config.own_functions
+        return 2 if exact_kl or is_function or config.precision == "fp16" else 1
 
     def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:
         """Return the bytes of the loss on hidden states.

@@ -108,7 +108,7 @@ class RewardTerms:
 
 @dataclass(frozen=True, slots=True)
 class FirstTurn:
-    """Begin of an episode, from the made-up turn of an environment."""
+    """Start of an episode, from the made-up turn of an environment."""
 
     tokens: int
     """Number of tokens before the turn."""

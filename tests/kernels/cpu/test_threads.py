@@ -184,6 +184,7 @@ def empty_cache() -> Iterator[None]:
 def test_the_memory_of_a_freed_tensor_is_used_again() -> None:
     first = fresh(LARGE)
     place = first.data_ptr()
+    assert place % cpu_threads.ALIGNMENT == 0
     second = fresh(LARGE)
     assert second.data_ptr() != place
     del first

@@ -115,6 +115,17 @@ def test_an_option_changes_its_part(
     assert sign * (other[part] - plain[part]) > 0
 
 
+def test_the_buffers_that_the_cpu_kernels_keep_are_in_the_rollout(tmp_path: Path) -> None:
+    def spare(phase: str, **more: Any) -> int:
+        return sizes(make_plan(options(tmp_path, **more), PROMPT), phase)["spare buffers"]
+
+    one = spare("rollout")
+    assert one > 0
+    assert spare("rollout", kl_loss_coef=0.1, kl_loss_estimator="full") == 2 * one
+    assert spare("rollout", objective="penalty", learning_rate=1e-5) == 2 * one
+    assert spare("rollout", backend="torch") == 0
+
+
 def test_a_reward_model_with_a_readable_config_is_counted(tmp_path: Path) -> None:
     LlamaForSequenceClassification(llama(num_labels=1)).save_pretrained(tmp_path / "rm")
     rewards = [str(tmp_path / "rm"), "reward.py:score", str(tmp_path / "absent")]
