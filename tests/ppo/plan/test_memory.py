@@ -122,7 +122,7 @@ def test_the_buffers_that_the_cpu_kernels_keep_are_in_the_rollout(tmp_path: Path
     one = spare("rollout")
     assert one > 0
     assert spare("rollout", kl_loss_coef=0.1, kl_loss_estimator="full") == 2 * one
-    assert spare("rollout", objective="penalty", learning_rate=1e-5) == 2 * one
+    assert spare("rollout", objective="penalty", ppo_epochs=2) == 2 * one
     assert spare("rollout", backend="torch") == 0
 
 
