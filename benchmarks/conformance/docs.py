@@ -14,6 +14,7 @@ MARKS = {
     grid.DIFFERENT: "**≠**",
     grid.NOT_OFFERED: "·",
     grid.NOT_INSTALLED: "",
+    grid.NOT_RUN: "?",
 }
 
 

@@ -17,6 +17,8 @@ SAME = "same"
 DIFFERENT = "different definition"
 NOT_OFFERED = "not offered"
 NOT_INSTALLED = "not installed"
+NOT_RUN = "not run"
+"""The fixture is newer than the kept results of the package."""
 COLUMNS = [*(f"FastPPO, {backend}" for backend in BACKENDS), *(peer.name for peer in PEERS)]
 
 
@@ -64,12 +66,12 @@ def status(cells: Cells, name: str, fixture: str) -> str:
     column = cells.get(name)
     if column is None:
         return NOT_INSTALLED
-    return column.cells[fixture].status if fixture in column.cells else "not run"
+    return column.cells[fixture].status if fixture in column.cells else NOT_RUN
 
 
 def text(cells: Cells) -> str:
     """The grid for a terminal: a row per fixture, and a line per difference."""
-    letters = {SAME: "=", DIFFERENT: "x", NOT_OFFERED: ".", NOT_INSTALLED: " ", "not run": "?"}
+    letters = {SAME: "=", DIFFERENT: "x", NOT_OFFERED: ".", NOT_INSTALLED: " ", NOT_RUN: "?"}
     width = max(map(len, fixtures()))
     lines = [
         f"{' ' * width}   {i + 1:2}: {name} {cells[name].version if name in cells else '(absent)'}"
@@ -79,7 +81,7 @@ def text(cells: Cells) -> str:
     for fixture in fixtures():
         marks = "".join(f"  {letters[status(cells, name, fixture)]}" for name in COLUMNS)
         lines.append(f"{fixture:{width}}{marks}")
-    lines.append("= same, x different definition, . not offered, blank: not installed")
+    lines.append("= same, x different definition, . not offered, ? not run, blank: not installed")
     for name, column in cells.items():
         for fixture, cell in column.cells.items():
             if cell.status == DIFFERENT:

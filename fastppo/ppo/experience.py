@@ -66,6 +66,11 @@ class Experience:
     def __len__(self) -> int:
         return len(self.batch)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether any sequence is in the loss."""
+        return self.masked is None or not bool(self.masked.all())
+
     def select(self, rows: Tensor) -> Experience:
         """Select sequences by `rows`, [k] int64 on the CPU, in that order."""
         lengths = self.batch.written_lengths
@@ -76,7 +81,7 @@ class Experience:
 
     def in_loss(self) -> Experience:
         """Drop the masked sequences. If all are masked, they stay, with weights of 0."""
-        if self.masked is None or self.masked.all() or not self.masked.any():
+        if self.masked is None or not self.has_loss or not self.masked.any():
             return self
         return replace(self.select((~self.masked).nonzero()[:, 0]), masked=None)
 

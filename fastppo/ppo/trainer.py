@@ -340,8 +340,8 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
 
-        If all responses earn the same, only the value function is trained. With
-        learning_rate=auto, an update that moves the policy much too far is undone.
+        If all responses earn the same, only the value function is trained. If all are masked,
+        nothing is. With learning_rate=auto, an update that moves the policy much too far is undone.
         """
         state = self.state
         experience = experience.in_loss()
@@ -355,7 +355,7 @@ class PPOTrainer:
             self.optimizer.copy_weights()
         steps = options.ppo_epochs * min(options.minibatches, len(experience))
         state.rate_control.begin_update(options.update_target, steps)
-        for _ in range(options.critic_only_epochs):
+        for _ in range(options.critic_only_epochs if experience.has_loss else 0):
             self.set_learning_rate(first_step)
             train_critic(
                 experience,
@@ -440,7 +440,8 @@ class PPOTrainer:
                 loss, sums, value_states = self.loss(micro, options)
                 if regression is not None:
                     regression.add(value_states, micro)
-                if loss.requires_grad:
+                # A gradient of 0 would let AdamW continue by momentum and decay.
+                if loss.requires_grad and minibatch.has_loss:
                     self.optimizer.backward(loss)
                 parts.append(sums)
             return parts
@@ -503,7 +504,7 @@ class PPOTrainer:
         """
         rate_control = self.state.rate_control
         if not self.optimizer.has_gradients:
-            # While a closed-form head warms up on the policy's trunk, nothing has a gradient.
+            # All responses are masked, or a closed-form head warms up on the policy's trunk.
             return to_floats({"loss": sums.loss}) | {"learning_rate": self.set_learning_rate(step)}
         norms = self.optimizer.clip_gradients(options.max_grad_norm)
         # The host waits for a GPU here, once per step, and nowhere within a microbatch.

@@ -24,7 +24,8 @@ def telling_torchrun(run_dir: str | Path) -> Iterator[None]:
         yield
         return
     hint = f"`--resume true` continues from the newest checkpoint of {run_dir}"
-    _record(f"the process was killed; {hint}")  # replaced if it lives to see an error
+    # Replaced if the process lives to see an error.
+    _record(f"rank {os.environ['RANK']} was killed, as the system does if memory runs out; {hint}")
     try:
         yield
     except Exception as error:

@@ -50,6 +50,17 @@ def test_the_page_shows_the_kept_results() -> None:
         assert docs.split(page, section)[1] == content
 
 
+def test_a_fixture_without_a_result_is_marked() -> None:
+    kept = grid.load()
+    name, column = next(iter(kept.items()))
+    missing = next(iter(column.cells))
+    rest = {fixture: cell for fixture, cell in column.cells.items() if fixture != missing}
+    some = kept | {name: column._replace(cells=rest)}
+    assert "?" not in docs.sections(kept)["grid"]
+    assert docs.sections(some)["grid"].count("?") == 1
+    assert "? not run" in grid.text(some)
+
+
 def test_every_package_of_the_grid_was_run() -> None:
     kept = grid.load()
     assert kept.keys() == set(grid.COLUMNS)

@@ -658,6 +658,28 @@ def test_masked_responses_change_no_weight(tmp_path: Path) -> None:
     assert not all(torch.equal(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_loss_coef": 0.1, "kl_coef": 0.0, "value_head": "gradient"},
+        {"value_model": "critic", "value_epochs": 4},
+    ],
+    ids=["kl in the loss", "critic"],
+)
+def test_a_batch_without_a_finished_response_moves_nothing(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nor do the momentum and the weight decay of the batch before it."""
+    trainer = make_trainer(tmp_path, truncated="mask", minibatches=2, weight_decay=0.1, **options)
+    given = [[4, 5]] * 4, [[6, 1], [7, 1], [8, 1], [9, 1]], [0.0, 1.0, 2.0, 3.0]
+    weights = [weights_of(trainer)]
+    for reason in ("stop", "length"):
+        trainer.step(*given, finish_reasons=[reason] * 4)
+        weights.append(weights_of(trainer))
+    assert not all(map(torch.equal, weights[0], weights[1]))
+    assert all(map(torch.equal, weights[1], weights[2]))
+
+
 def test_a_batch_without_a_finished_response_has_no_gradient(tmp_path: Path) -> None:
     options = {"truncated": "mask", "stop_token_ids": [], "max_new_tokens": 4, "iterations": 1}
     trainer = make_trainer(tmp_path, **options)

@@ -26,7 +26,7 @@ def fails(prompts, completions):
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "the process was killed"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed"),
         ("raise KeyError(calls)", "reward 'fails' raised KeyError(3)"),
     ],
     ids=["killed", "raised"],

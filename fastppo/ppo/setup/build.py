@@ -26,7 +26,14 @@ from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig, check_processes
-from fastppo.ppo.setup.preflight import Given, RunInputs, episode_file, failure_file, preflight
+from fastppo.ppo.setup.preflight import (
+    Given,
+    RunInputs,
+    episode_file,
+    failure_file,
+    preflight,
+    replaced_prompts,
+)
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy, make_reference
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardTerm
@@ -66,7 +73,7 @@ class RunComponents:
     fingerprints: dict[str, str]
     """Fingerprints of models, data and rewards, by option."""
     notes: list[str]
-    """Sentences for the user about a fallback to another engine or layout."""
+    """Sentences for the user about a fallback to another engine or layout, or replaced prompts."""
 
 
 def world_of(config: PPOConfig, world: World | None = None) -> World:
@@ -149,7 +156,10 @@ def build(
         episode_runner=make_episode_runner(config, inputs, calls=calls, world=world),
         context=inputs.context,
         fingerprints=models.fingerprints | inputs.fingerprints,
-        notes=[note for note in (packing_note, engine_note) if note],
+        notes=[
+            *[note for note in (packing_note, engine_note) if note],
+            *replaced_prompts(config, inputs),
+        ],
     )
 
 

@@ -13,7 +13,7 @@ from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.evaluation import random_state_restored
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
@@ -142,6 +142,13 @@ def odd_options(config: PPOConfig) -> list[str]:
         sentences.append(
             f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimizer "
             "steps and ends before its peak learning rate"
+        )
+    needs_values = config.advantage not in CRITIC_FREE and "advantage" not in config.own_functions
+    if needs_values and not config.is_used("vf_coef"):
+        training = "is fitted in closed form only" if config.fits_value_head else "is not trained"
+        sentences.append(
+            f"vf_coef=0: the value function that advantage={config.advantage} uses {training}; "
+            "GRPO and RLOO, without one, are advantage=group and rloo"
         )
     if config.top_k > 0 or config.top_p < 1:
         sentences.append(

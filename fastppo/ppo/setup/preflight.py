@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
-from fastppo.data.addresses import load_prompts
+from fastppo.data.addresses import is_address, load_prompts
 from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, column_names, load_rows
@@ -28,7 +29,7 @@ from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.environments.tools import Tools
-from fastppo.environments.turns import POLICY, Turns
+from fastppo.environments.turns import POLICY, Turns, as_turns
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
@@ -116,6 +117,8 @@ class FirstTurn:
     """Text of these tokens."""
     answer: str
     """Observation after the turn; "" if the episode ended."""
+    has_prompt: bool
+    """Whether the episode begins with the text of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -530,12 +533,27 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> FirstTurn | None:
     finally:
         turns.close()
     assert rollout.turns is not None
-    last = rollout.turns[0][-1]
+    episode = rollout.turns[0]
+    last = episode[-1]
+    opening = itertools.takewhile(lambda turn: turn["role"] != POLICY, episode)
+    prompt = as_turns(prompts.prompts[0], POLICY)[-1]["text"]
     return FirstTurn(
         tokens=len(prompts.token_ids[0]),
         text=inputs.tokenizer.decode(prompts.token_ids[0]),
         answer="" if last["role"] == POLICY else last["text"],
+        has_prompt=any(prompt in turn["text"] for turn in opening),
     )
+
+
+def replaced_prompts(config: PPOConfig, inputs: RunInputs) -> list[str]:
+    """Return a warning if the environment replaces the prompts of a data set, else nothing."""
+    turn = inputs.first_turn
+    if turn is None or turn.has_prompt or is_address(config.prompts):
+        return []
+    return [
+        f"the policy does not see the prompts of {config.prompts}: the environment's reset returns "
+        "another text in their place; a reset that returns None keeps the prompt"
+    ]
 
 
 def failure_file(config: PPOConfig) -> Path:

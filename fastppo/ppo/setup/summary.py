@@ -13,7 +13,8 @@ from fastppo.functional.scalars import counted
 from fastppo.models.device import device_name
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.preflight import MADE_UP, RunInputs
+from fastppo.ppo.setup.checks import odd_options
+from fastppo.ppo.setup.preflight import MADE_UP, RunInputs, replaced_prompts
 from fastppo.run.directory import holds_run
 
 EXCERPT = 300
@@ -64,6 +65,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
             ("an episode", f"begins with {counted(turn.tokens, 'token')}: {_excerpt(turn.text)}"),
             ("", f"{MADE_UP!r} is answered by {_excerpt(turn.answer) or 'the end'}"),
         ]
+    lines += [("warning", sentence) for sentence in replaced_prompts(config, inputs)]
     asked = counted(config.prompts_per_iteration, "prompt")
     count = len(inputs.prompts or ())
     if 0 < count < config.prompts_per_iteration:
@@ -87,6 +89,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
     ]
     if holds_run(config.output_dir) and not config.resume:
         lines.append(("", "it holds a run already: resume it, or choose another output_dir"))
+    lines += [("warning", sentence) for sentence in odd_options(config)]
     default = PPOConfig().to_dict()
     shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
     changed = [

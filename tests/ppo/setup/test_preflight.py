@@ -54,6 +54,14 @@ class Played(FiveValues):
         return "w2", 0.0, False
     def close(self):
         self.played.append("closed")
+
+class Replaces(Played):
+    def reset(self, prompt):
+        return "w3"
+
+class Keeps(Played):
+    def reset(self, prompt):
+        return None
 """
 CHAT = {"prompt": [{"role": "user", "content": "w1"}], "wanted": "w1"}
 ROWS = {
@@ -205,7 +213,9 @@ def test_an_environment_plays_one_turn_and_is_closed(
     term = inputs.rewards.environment
     assert term is not None
     assert term.function.played == ["", "closed"]  # the tiny tokenizer has none of its words
-    assert inputs.first_turn == FirstTurn(tokens=2, text="w0 <unk>", answer="w2")
+    assert inputs.first_turn == FirstTurn(
+        tokens=2, text="w0 <unk>", answer="w2", has_prompt=True
+    )
 
 
 def test_check_shows_the_first_turn_of_an_episode(
@@ -219,6 +229,36 @@ def test_check_shows_the_first_turn_of_an_episode(
     assert "ends at a stop token or '!'; cut off at 8 tokens, it ends the episode" in shown
     assert "begins with 2 tokens: 'w0 <unk>'" in shown
     assert "'A made-up turn' is answered by 'w2'" in shown
+
+
+@pytest.mark.parametrize(("name", "replaces"), [("Replaces", True), ("Keeps", False)])
+def test_check_warns_if_an_environment_replaces_the_prompts(
+    name: str, replaces: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    options: dict[str, Any] = {"environment": f"code.py:{name}", "max_turns": 2}
+    config = PPOConfig(model="sft", prompts="prompts.jsonl", max_new_tokens=8, **options)
+    show(config, _preflight(folder, monkeypatch, **options), Console(width=200))
+    says = "the policy does not see the prompts of prompts.jsonl"
+    assert (says in capsys.readouterr().out) == replaces
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "vf_coef=0: the value function that advantage=gae uses is fitted in closed form only"),
+        ({"value_head": "gradient"}, "the value function that advantage=gae uses is not trained"),
+        ({"advantage": "rloo", "samples_per_prompt": 2}, ""),
+    ],
+    ids=["closed form", "gradient", "without values"],
+)
+def test_check_warns_of_values_without_a_loss(
+    options: dict[str, Any], says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    config = PPOConfig(model="sft", vf_coef=0, **options)
+    show(config, _preflight(folder, monkeypatch), Console(width=200))
+    shown = capsys.readouterr().out
+    assert says in shown
+    assert ("GRPO" in shown) == bool(says)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
