@@ -103,7 +103,8 @@ def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) ->
     except ModuleNotFoundError as error:
         if entropy_gradient:
             raise UnsupportedError(
-                f"its entropy has no gradient before 1.16, got {importlib.metadata.version('trl')}"
+                "its entropy has no gradient before TRL 1.16, got "
+                f"{importlib.metadata.version('trl')}"
             ) from error
         function = _module("trl.trainer.utils")._ChunkedLogProbFunction
         return lambda hidden, weight, tokens, with_entropy=True: function.apply(
@@ -133,7 +134,7 @@ def trl_kernel_stats(device: torch.device) -> Stats:
         function = _module("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"its kernel needs 1.16, got {importlib.metadata.version('trl')}"
+            f"its kernel needs TRL 1.16, got {importlib.metadata.version('trl')}"
         ) from error
     return lambda logits, tokens, with_entropy=True: function(logits, tokens)
 
@@ -319,7 +320,8 @@ def liger_linear_stats(device: torch.device) -> Stats:
         function = _module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     except AttributeError as error:
         raise UnsupportedError(
-            f"its function needs 0.8.2, got {importlib.metadata.version('liger-kernel')}"
+            "its function needs Liger-Kernel 0.8.2, got "
+            f"{importlib.metadata.version('liger-kernel')}"
         ) from error
 
     def stats(

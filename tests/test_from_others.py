@@ -20,6 +20,7 @@ from fastppo.run.other_names import OTHER_NAMES, WITHOUT
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
 OURS = {field.name for field in fields(PPOConfig)}
+NEEDS_VERL = "expected verl==0.9.1, installed as in benchmarks/README.md"
 NUMBER = re.compile(r"^-?[\d.]+(e[-+]?\d+)?$")
 
 
@@ -61,8 +62,8 @@ def test_the_page_has_our_options_with_their_defaults(page: str) -> None:
 def test_verl_accepts_the_command_of_its_page(tmp_path: Path) -> None:
     """Compose it with verl's configs and run the checks of verl's trainer."""
     pytest.importorskip("requests", reason="Ray imports requests and does not ask for it")
-    verl = pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
-    hydra = pytest.importorskip("hydra", reason="verl is not installed: docs/from-verl.md")
+    verl = pytest.importorskip("verl", reason=NEEDS_VERL)
+    hydra = pytest.importorskip("hydra", reason=NEEDS_VERL)
     checks = pytest.importorskip("verl.utils.config")
     page = (ROOT / "docs" / "from-verl.md").read_text("utf-8").split("## Move a run\n")[1]
     command = page.split("```bash\n")[1].split("```")[0]

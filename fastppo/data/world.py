@@ -127,8 +127,8 @@ class World:
             if "timed out" in text.lower() or "timeout" in text.lower():
                 reason = f"another rank did not respond within {self.timeout:g} s"
             raise RuntimeError(
-                f"rank {self.rank} of {self.size}: {reason}; see the last output of that rank or, "
-                "if it was killed, the root cause that torchrun names"
+                f"rank {self.rank} of {self.size}: {reason}; see the last output of that rank, or "
+                "torchrun's root cause"
             ) from error
 
 

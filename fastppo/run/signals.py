@@ -112,6 +112,8 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
                 signal.signal(again, signal.SIG_DFL)
         # Not by print: the handler may have interrupted it.
         line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the current phase"
+        if request.world.size > 1:
+            line += " if the other ranks are alive"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, f"{line}; a second signal ends the run at once\n".encode())
 

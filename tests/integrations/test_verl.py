@@ -17,7 +17,7 @@ import fastppo
 from fastppo.ppo.old_policy import importance
 from fastppo.ppo.options.config import PPOConfig
 
-pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
+pytest.importorskip("verl", reason="expected verl==0.9.1, installed as in benchmarks/README.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 fused = pytest.importorskip("verl.utils.experimental.torch_functional")
 THEIRS = {  # before ours take their places
