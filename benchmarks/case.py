@@ -120,7 +120,9 @@ class Case:
                 return provider
         (peer,) = [peer for peer in self.peers if peer.name == name]
         if version(peer.distribution) is None:
-            raise UnsupportedError(f"pip install {peer.distribution}")
+            raise UnsupportedError(
+                f"pip install {peer.distribution}, in the version of benchmarks/README.md"
+            )
         return peer.build(device)
 
 

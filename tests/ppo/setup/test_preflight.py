@@ -213,9 +213,7 @@ def test_an_environment_plays_one_turn_and_is_closed(
     term = inputs.rewards.environment
     assert term is not None
     assert term.function.played == ["", "closed"]  # the tiny tokenizer has none of its words
-    assert inputs.first_turn == FirstTurn(
-        tokens=2, text="w0 <unk>", answer="w2", has_prompt=True
-    )
+    assert inputs.first_turn == FirstTurn(tokens=2, text="w0 <unk>", answer="w2", has_prompt=True)
 
 
 def test_check_shows_the_first_turn_of_an_episode(
