@@ -1,19 +1,20 @@
 """Execute the compiled Triton kernels without a GPU and compare them with the definition.
 
-    python tests/ptx/emulated.py [--all] [--capability 90] [loss statistics scans others]
+    python tests/ptx/emulated.py [--all] [--capability 90] [loss statistics scans linear others]
 
 The launchers run on CPU tensors, and `emulate.py` executes the PTX that Triton compiles for them.
 Each case runs under several orders of programs, warps and stores, and must
 
 - agree with the definition in fp64, within the tolerances of `tests/rows.py`;
 - give the same bits under every order, with and without contraction of multiply and add, and
-  correct results with the hardware's documented errors of approximate instructions (three cases with
-  cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
+  correct results with the hardware's documented errors of approximate instructions (three cases
+  with cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
 - read and write inside its tensors, aligned; write every byte of its results; let no unwritten or
   racy byte reach a result; store one value where several lanes store to one address.
 
-The default selection covers every kernel, configuration and shape, each known past defect at three
-shapes, and the three cases with cancelling terms. `--all` runs every configuration at every shape.
+The default selection covers every kernel, configuration and shape (of the lm-head's loop, two
+cases), each known past defect at three shapes, and the three cases with cancelling terms. `--all`
+runs every configuration at every shape.
 The emulator does not model registers, time, or memory orders weaker than barriers.
 """
 
@@ -36,14 +37,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 import emulate
 import torch
-from fastppo_kernels import definition
+from fastppo_kernels import definition, linear
 from fastppo_kernels.records import (
     Discounts,
+    Gemm,
+    Projection,
+    ProjectionGradients,
     Shaping,
     Softmax,
     StatsGradients,
     StatsRows,
     Trajectory,
+    map_tensors,
 )
 from fastppo_kernels.triton import advantages as triton_advantages
 from fastppo_kernels.triton import rows as triton_rows
@@ -66,7 +71,7 @@ from trajectories import assert_close, bounds, padded
 from trajectories import in_fp64 as record_in_fp64
 from trajectories import packed as in_a_row
 
-GROUPS = ("loss", "statistics", "scans", "others")
+GROUPS = ("loss", "statistics", "scans", "linear", "others")
 
 HARMLESS = "write after write of the same byte"
 """Layouts are replicated: several warps store the same value."""
@@ -108,6 +113,8 @@ class Emulation:
         # Two multiprocessors, so that there are several programs with several rows each.
         for module in (triton_views, triton_scale):
             module.device_limits = lambda device: (2, 2**26)
+        # The lm-head's buffer of logits: torch writes it, and the emulator does not see that.
+        triton_rows.fresh = lambda like: self.session.tensor(like.shape, like.dtype)
 
     def results(
         self,
@@ -578,6 +585,112 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
         assert_close(results.found["white"], want, 1e-5)
 
 
+# ---------------------------------------------------------------------------------- the lm-head
+
+HEADS = tuple(
+    Shape(f"{name}, V = {vocab}", 6, vocab, dtype)
+    for vocab in (1003, 2048)  # rows of the buffer of logits with padding, and without
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+)
+
+LINEARS: dict[str, dict[str, Any]] = {
+    "k3, entropy, chunks of 4": {"kl_coef": 0.1, "entropy_coef": 0.05, "chunk_size": 4},
+    "bias, weights of zero, chunks of 3": {
+        "bias": True, "some_weights": True, "chunk_size": 3, "shapes": 0,
+    },
+    "full KL, bias, one chunk": {
+        "kl_estimator": "full", "kl_coef": 0.3, "bias": True, "shapes": 0,
+    },
+    "full KL, temperatures, chunks of 4": {
+        "kl_estimator": "full", "kl_coef": 0.3, "temperature": "per token", "chunk_size": 4,
+        "shapes": 0,
+    },
+    "statistics, bias, chunks of 3": {"upstream": 2, "bias": True, "chunk_size": 3, "shapes": 0},
+    "statistics, reference, chunks of 4": {"upstream": 3, "chunk_size": 4},
+}  # fmt: skip
+
+
+def head_results(statistics: Any, grads: ProjectionGradients) -> dict[str, Tensor]:
+    """Return copies by name. The emulator does not see torch's writes, so shadows are not checked:
+    unwritten results are NaN."""
+    found = {name: getattr(statistics, name) for name in ("logprobs", "entropy", "kl")}
+    found |= {name: x for name, x in grads._asdict().items() if x is not None}
+    return {name: x.detach().clone() for name, x in found.items()}
+
+
+def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
+    """Tolerances of `tests/kernels/test_linear.py`: 1e-5 of the largest entry in fp32, twice the
+    error of the definition in bf16 for bf16."""
+    g = torch.Generator().manual_seed(shape.vocab)
+    randn = functools.partial(torch.randn, generator=g)
+    n, width = shape.n, 64
+    parts = [randn(n, width), randn(shape.vocab, width) * 3 / width**0.5, randn(shape.vocab)]
+    head = Projection(*(x.to(shape.dtype) for x in parts[: 3 if options.get("bias") else 2]))
+    arguments = draw(n, shape.vocab, seed=shape.vocab) | options
+    arguments["logits"] = definition.logits_of(head)
+    if options.get("temperature") == "per token":
+        arguments["temperature"] = torch.rand(n, generator=g) * 1.7 + 0.3
+    (logits, per_token, objective, softmax), _ = operands(arguments)
+    logprobs = logprobs_of(logits, per_token.tokens, softmax)
+    per_token = per_token._replace(
+        old_logprobs=(logprobs + 0.3 * randn(n)).float(),
+        ref_logprobs=(logprobs + randn(n)).float(),
+    )
+    if options.get("some_weights"):
+        per_token.weights[::2] = 0.0
+    upstream = StatsGradients(*randn(options["upstream"], n)) if "upstream" in options else None
+    ref_head = None
+    if objective.kl_estimator == "full" or options.get("upstream") == 3:
+        ref_head = head._replace(hidden=(parts[0] + 0.3 * randn(n, width)).to(shape.dtype))
+        per_token = per_token._replace(ref_logprobs=None)
+
+    def by_definition(convert: Callable[[Any], Any]) -> dict[str, Tensor]:
+        leaves = map_tensors(lambda x: x.detach().requires_grad_(), convert(head))
+        ref = None if ref_head is None else convert(ref_head)
+        if upstream is None:
+            rows = definition.linear_ppo_loss(
+                leaves, convert(per_token), objective, convert(softmax), ref_projection=ref
+            )
+            return head_results(rows, rows.grads)
+        stats = definition.linear_token_stats(
+            leaves, per_token.tokens, convert(softmax), ref_projection=ref
+        )
+        pairs = zip(stats, convert(upstream), strict=False)  # logprobs, entropy and kl come first
+        total = sum((x * grad).sum() for x, grad in pairs if grad is not None)
+        by = [
+            None if x is None else torch.autograd.grad(total, x, retain_graph=True)[0]
+            for x in leaves
+        ]
+        return head_results(stats, ProjectionGradients(*by))
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        projection = map_tensors(like, head)
+        how: dict[str, Any] = {
+            "row_functions": triton_rows,
+            "ref_projection": None if ref_head is None else map_tensors(like, ref_head),
+            "gemm": Gemm(options.get("chunk_size")),
+        }
+        if upstream is None:
+            rows = linear.ppo_loss(projection, per_token, objective, softmax, **how)
+            return head_results(rows, rows.grads)
+        stats = linear.token_stats(projection, per_token.tokens, softmax, **how)
+        grads = linear.token_stats_backward(
+            upstream, projection, per_token.tokens, stats, softmax, **how
+        )
+        return head_results(stats, grads)
+
+    exact, plain = by_definition(record_in_fp64), by_definition(lambda record: record)
+    for results in emulation.results(launch):
+        assert results.found.keys() == exact.keys()
+        for name, want in exact.items():
+            error, plain_error = (x[name] - want for x in (results.found, plain))
+            if shape.dtype == torch.float32:
+                is_right = bool((error.abs() <= 1e-5 * want.abs().max()).all())
+            else:
+                is_right = bool(error.norm() <= 2 * plain_error.norm() + 1e-6 * want.norm())
+            assert is_right, f"{name}: off by {error.norm() / want.norm():.2g}"
+
+
 # -------------------------------------------------------------------------------------- the cases
 
 
@@ -607,6 +720,8 @@ def cases(group: str) -> Iterator[Case]:
             yield Case(f"{group}: {what}; {shape.name}", run, True)
     elif group == "scans":
         yield from crossed(scan_case, LENGTHS, SCANS)
+    elif group == "linear":
+        yield from crossed(linear_case, {shape.name: shape for shape in HEADS}, LINEARS)
     else:
         factors = {"scale by ⅓": {"factor": 1 / 3}, "scale by 1": {"factor": 1.0}}
         yield from crossed(scale_case, {shape.name: shape for shape in SHAPES[:6]}, factors)
