@@ -130,8 +130,11 @@ class Operator(Generic[R]):
             operands = self._restored(flat)
             compute = choose(**operands)
             del operands["backend"]
+            device = _first_tensor(flat).device.type
+            if not torch.is_autocast_enabled(device):
+                return self._flat_result(compute(**operands))
             # Operators choose their own dtypes.
-            with torch.autocast(_first_tensor(flat).device.type, enabled=False):
+            with torch.autocast(device, enabled=False):
                 return self._flat_result(compute(**operands))
 
         if mutates is not None:

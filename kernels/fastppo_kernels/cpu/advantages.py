@@ -258,11 +258,17 @@ def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
 # --------------------------------------------------------------------------------------- operations
 
 
+_EMPTY = {
+    dtype: torch.empty(0, dtype=dtype).numpy()
+    for dtype in (torch.float32, torch.float64, torch.bool)
+}
+
+
 def _flat(x: Tensor | None, dtype: torch.dtype) -> Any:
     """Flatten a tensor to an array; None gives an empty one."""
     if x is None:
-        return torch.empty(0, dtype=dtype).numpy()
-    return x.detach().to(dtype).reshape(-1).contiguous().numpy()
+        return _EMPTY[dtype]
+    return x.detach().to(dtype).numpy().reshape(-1)
 
 
 def _each(number: float, values: Tensor | None, count: int) -> Any:
