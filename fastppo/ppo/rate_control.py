@@ -1,17 +1,24 @@
 """The learning rate of `learning_rate: auto`, set by the KL that an update causes.
 
-`step_kl` is the target: the KL from the policy that generated the responses to the policy after the
+The target is `step_kl`: the KL from the policy that generated the responses to the policy after the
 update, nats per token. The forward pass of every minibatch measures the KL after the steps before
 it, so the control costs nothing. Over the steps of an update the KL grows about linearly; with the
 learning rate η it grows as η². If k of S steps moved the policy by KL_k, the whole update moves it
 by about KL_k·S/k. With m, the mean of KL_k·S/k over the second half of the steps, the rate changes
 after the update:
 
-    η ← η·√(step_kl/m)           if m is above the target
-    η ← η·√(step_kl/m)^RAISE     if m is below
+    η ← η·√(target/m)           if m is above the target
+    η ← η·√(target/m)^RAISE     if m is below
 
 A minibatch's KL is noisy, with rare large values. The rate therefore falls at once and rises
 slowly.
+
+A policy that has learned its task has little entropy. A KL that was a small step at first would
+change most of its choices, so the target falls with the entropy of the policy:
+
+    target = step_kl·min(1, H/H₀), at least step_kl·`LEAST_SHARE`
+
+H is the entropy per token in the latest update, H₀ in the first.
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
@@ -55,6 +62,10 @@ RAISE = 0.3
 
 TOO_FAR = 10.0
 
+LEAST_SHARE = 0.1
+"""Of `step_kl`, for a policy that has become deterministic. In bf16, rounding causes a KL of about
+a twelfth of the smallest default."""
+
 SMALLEST_RATE = 1e-9
 
 LEAST_KL = 1e-12
@@ -75,7 +86,7 @@ class FixedRate:
 
     def step_taken(self) -> None: ...
 
-    def end_update(self) -> None: ...
+    def end_update(self, entropy: float) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -97,6 +108,9 @@ class AdaptiveRate(FixedRate):
         self.first_moved = 0.0
         self.first_path = 0.0
         """The first measurement of the search: `moved` and the sum of the rates before it."""
+        self.first_entropy: float | None = None
+        self.entropy_share = 1.0
+        """Entropy of the latest update as a share of the first's, within `LEAST_SHARE` and 1."""
         self.begin_update(1.0, 1)
 
     def begin_update(self, target: float, steps: int) -> None:
@@ -106,7 +120,7 @@ class AdaptiveRate(FixedRate):
             target: `step_kl`, nats per token.
             steps: planned optimizer steps.
         """
-        self.target = target
+        self.target = target * self.entropy_share
         self.steps = steps
         self.is_too_far = False
         """Whether the policy has moved too far for another step."""
@@ -143,8 +157,15 @@ class AdaptiveRate(FixedRate):
         self._taken += 1
         self._path += self.rate
 
-    def end_update(self) -> None:
-        """Set the rate of the next update."""
+    def end_update(self, entropy: float) -> None:
+        """Set the rate of the next update.
+
+        Args:
+            entropy: of the policy in this update, nats per token; 0 if no token was in the loss.
+        """
+        if 0 < entropy < math.inf and not self.is_too_far:
+            self.first_entropy = self.first_entropy or entropy
+            self.entropy_share = min(max(entropy / self.first_entropy, LEAST_SHARE), 1.0)
         if self.is_searching or not self._sensitivities:
             return
         expected = self._sensitivity * self.rate**2
@@ -203,6 +224,8 @@ class AdaptiveRate(FixedRate):
             "reached": self.reached,
             "first_moved": self.first_moved,
             "first_path": self.first_path,
+            "first_entropy": self.first_entropy,
+            "entropy_share": self.entropy_share,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,3 +235,5 @@ class AdaptiveRate(FixedRate):
         self.reached = state.get("reached", self.reached)
         self.first_moved = state.get("first_moved", self.first_moved)
         self.first_path = state.get("first_path", self.first_path)
+        self.first_entropy = state.get("first_entropy", self.first_entropy)
+        self.entropy_share = state.get("entropy_share", self.entropy_share)

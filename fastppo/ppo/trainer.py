@@ -400,7 +400,7 @@ class PPOTrainer:
             self.optimizer.restore_weights()
             if regression is not None:
                 regression.begin_batch()  # its states are of other weights
-        state.rate_control.end_update()
+        state.rate_control.end_update(metrics["entropy"])
         if state.rate_control.is_stuck:
             self.reporter.warn(
                 f"learning_rate=auto ends at {LARGEST_RATE:g}, which does not move the policy by "

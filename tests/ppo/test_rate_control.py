@@ -21,7 +21,13 @@ from runs import LEARNING, first_experience, first_prompts, make_trainer, weight
 TARGET = 0.03
 
 
-def _update(control: AdaptiveRate, steps: int, right_rate: float, noise: float = 0.0) -> None:
+def _update(
+    control: AdaptiveRate,
+    steps: int,
+    right_rate: float,
+    noise: float = 0.0,
+    entropy: float = 1.0,
+) -> None:
     """Simulate an update whose KL grows linearly with the steps and reaches the target at
     `right_rate`."""
     control.begin_update(TARGET, steps)
@@ -33,7 +39,7 @@ def _update(control: AdaptiveRate, steps: int, right_rate: float, noise: float =
             break
         path += control.rate
         control.step_taken()
-    control.end_update()
+    control.end_update(entropy)
 
 
 @pytest.mark.parametrize("steps", [2, 4, 16])
@@ -66,7 +72,7 @@ def test_the_search_sees_through_a_kl_of_rounding(
             control.before_step(TARGET * (movement + rounding))
             path += control.rate
             control.step_taken()
-        control.end_update()
+        control.end_update(entropy=1.0)
     assert 5e-5 < control.rate < 2e-4
 
 
@@ -76,7 +82,7 @@ def test_an_outlier_that_ends_the_search_does_not_bound_the_rate() -> None:
     control.before_step(0.0)
     control.step_taken()
     control.before_step(0.9 * TARGET)
-    control.end_update()
+    control.end_update(entropy=1.0)
     assert not control.is_searching
     for _ in range(20):
         _update(control, 8, 1e-4)
@@ -91,6 +97,26 @@ def test_the_rate_follows_a_change(factor: float) -> None:
     for _ in range(12):
         _update(control, 8, factor * 1e-4)
     assert factor * 5e-5 < control.rate < factor * 2e-4
+
+
+@pytest.mark.parametrize(
+    ("entropy", "share"), [(0.25, 0.25), (1e-4, 0.1), (2.0, 1.0), (math.nan, 1.0), (0.0, 1.0)]
+)
+def test_the_target_falls_with_the_entropy(entropy: float, share: float) -> None:
+    control = AdaptiveRate()
+    for _ in range(8):
+        _update(control, 8, 1e-4, entropy=1.0)
+    for _ in range(12):
+        _update(control, 8, 1e-4, entropy=entropy)
+    assert control.rate == pytest.approx(share**0.5 * 1e-4, rel=0.1)
+
+
+def test_an_update_too_far_does_not_change_the_entropy() -> None:
+    control = AdaptiveRate()
+    _update(control, 8, 1e-4, entropy=1.0)
+    _update(control, 8, 1e-7, entropy=0.2)
+    assert control.is_too_far
+    assert control.entropy_share == 1
 
 
 def test_noise_hardly_changes_the_rate() -> None:
@@ -114,7 +140,7 @@ def test_an_update_ends_after_a_step_too_far() -> None:
     control.before_step(1.1 * TOO_FAR * TARGET)
     assert control.is_too_far
     assert control.metrics["undone"] == 1
-    control.end_update()
+    control.end_update(entropy=1.0)
     assert control.rate < 1e-3 / 3
     control.begin_update(TARGET, 4)
     assert not control.is_too_far
@@ -131,7 +157,7 @@ def test_the_kl_of_an_earlier_policy_is_not_counted() -> None:
         control.step_taken()
         control.before_step(start + 0.01)
         control.step_taken()
-        control.end_update()
+        control.end_update(entropy=1.0)
         assert not control.is_too_far
         rates.append(control.rate)
     assert rates[0] == pytest.approx(rates[1])
@@ -144,7 +170,7 @@ def test_the_rate_is_bounded_if_nothing_moves() -> None:
         for _ in range(8):
             control.before_step(0.0)
             control.step_taken()
-        control.end_update()
+        control.end_update(entropy=1.0)
     assert control.rate == LARGEST_RATE
 
 
@@ -155,7 +181,7 @@ def test_a_kl_that_is_not_finite_is_ignored(kls: tuple[float, float]) -> None:
     for kl in kls:
         control.before_step(kl)
         control.step_taken()
-    control.end_update()
+    control.end_update(entropy=1.0)
     assert FIRST_RATE <= control.rate <= 10 * FIRST_RATE
 
 
