@@ -517,7 +517,7 @@ class PPOTrainer:
         if rate_control.is_too_far:
             self.reporter.warn(
                 f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above "
-                f"{TOO_FAR:g} · step_kl: the update was undone and the learning rate lowered",
+                f"{TOO_FAR:g} times its target: the update was undone and the learning rate lowered",
                 f"iteration {self.state.iteration + 1}: ",
             )
             return finite
