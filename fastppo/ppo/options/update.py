@@ -192,8 +192,8 @@ class OptimizerOptions(Options):
     step_kl: float | None = option(
         None,
         "Target of learning_rate=auto: KL of an update to the rollout policy, nats per token; "
-        "default: 0.025 for a rollout_batch_size of 64, growing with its square root up to 0.05; the "
-        "target falls with the policy's entropy",
+        "default: 0.025 for a rollout_batch_size of 64, growing with its square root up to 0.05; "
+        "the target falls with the policy's entropy",
         above=0,
     )
     value_learning_rate: float | None = option(
