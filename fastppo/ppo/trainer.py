@@ -516,8 +516,8 @@ class PPOTrainer:
             rate_control.before_step(metrics["policy_kl"])
         if rate_control.is_too_far:
             self.reporter.warn(
-                f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above {TOO_FAR:g} "
-                "times its target: the update was undone and the learning rate lowered",
+                f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above "
+                f"{TOO_FAR:g} times the target: update undone, learning rate lowered",
                 f"iteration {self.state.iteration + 1}: ",
             )
             return finite
