@@ -6,6 +6,7 @@ import gc
 import os
 import platform
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ PACKAGES = (
 BUSY = 0.5
 """Load average with a process that uses half a core."""
 
+SECONDS = Decimal("0.5")
+"""Default of `--benchmark-max-time`: half of pytest-benchmark's, for a full run within ten minutes.
+Slow calls still get its five rounds."""
+
 CEILINGS = pytest.StashKey[Ceilings]()
 
 
@@ -56,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError("the suite needs pytest-benchmark: pip install -e '.[bench]'")
+    arguments = config.invocation_params.args
+    if not any(argument.startswith("--benchmark-max-time") for argument in arguments):
+        config.option.benchmark_max_time = SECONDS
     if config.option.benchmark_columns is None:
         config.option.benchmark_columns = ["median", "iqr", "min", "max", "rounds"]
 

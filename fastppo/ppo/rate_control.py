@@ -16,9 +16,10 @@ slowly.
 A policy that has learned its task has little entropy. A KL that was a small step at first would
 change most of its choices, so the target falls with the entropy of the policy:
 
-    target = step_kl·min(1, H/H₀), at least step_kl·`LEAST_SHARE`
+    target = step_kl·√min(1, H/H₀), at least step_kl·`LEAST_SHARE`
 
-H is the entropy per token in the latest update, H₀ in the first.
+H is the entropy per token in the latest update, H₀ in the first. The square root is a compromise:
+in proportion, a policy that still had to learn was held back (docs/studies.md).
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
@@ -109,8 +110,8 @@ class AdaptiveRate(FixedRate):
         self.first_path = 0.0
         """The first measurement of the search: `moved` and the sum of the rates before it."""
         self.first_entropy: float | None = None
-        self.entropy_share = 1.0
-        """Entropy of the latest update as a share of the first's, within `LEAST_SHARE` and 1."""
+        self.target_share = 1.0
+        """Share of `step_kl` in the target, by the entropy of the latest update."""
         self.begin_update(1.0, 1)
 
     def begin_update(self, target: float, steps: int) -> None:
@@ -120,7 +121,7 @@ class AdaptiveRate(FixedRate):
             target: `step_kl`, nats per token.
             steps: planned optimizer steps.
         """
-        self.target = target * self.entropy_share
+        self.target = target * self.target_share
         self.steps = steps
         self.is_too_far = False
         """Whether the policy has moved too far for another step."""
@@ -165,7 +166,7 @@ class AdaptiveRate(FixedRate):
         """
         if 0 < entropy < math.inf and not self.is_too_far:
             self.first_entropy = self.first_entropy or entropy
-            self.entropy_share = min(max(entropy / self.first_entropy, LEAST_SHARE), 1.0)
+            self.target_share = min(max((entropy / self.first_entropy) ** 0.5, LEAST_SHARE), 1.0)
         if self.is_searching or not self._sensitivities:
             return
         expected = self._sensitivity * self.rate**2
@@ -225,7 +226,7 @@ class AdaptiveRate(FixedRate):
             "first_moved": self.first_moved,
             "first_path": self.first_path,
             "first_entropy": self.first_entropy,
-            "entropy_share": self.entropy_share,
+            "target_share": self.target_share,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,4 +237,4 @@ class AdaptiveRate(FixedRate):
         self.first_moved = state.get("first_moved", self.first_moved)
         self.first_path = state.get("first_path", self.first_path)
         self.first_entropy = state.get("first_entropy", self.first_entropy)
-        self.entropy_share = state.get("entropy_share", self.entropy_share)
+        self.target_share = state.get("target_share", self.target_share)

@@ -100,7 +100,7 @@ def test_the_rate_follows_a_change(factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "share"), [(0.25, 0.25), (1e-4, 0.1), (2.0, 1.0), (math.nan, 1.0), (0.0, 1.0)]
+    ("entropy", "share"), [(0.25, 0.5), (1e-4, 0.1), (2.0, 1.0), (math.nan, 1.0), (0.0, 1.0)]
 )
 def test_the_target_falls_with_the_entropy(entropy: float, share: float) -> None:
     control = AdaptiveRate()
@@ -116,7 +116,7 @@ def test_an_update_too_far_does_not_change_the_entropy() -> None:
     _update(control, 8, 1e-4, entropy=1.0)
     _update(control, 8, 1e-7, entropy=0.2)
     assert control.is_too_far
-    assert control.entropy_share == 1
+    assert control.target_share == 1
 
 
 def test_noise_hardly_changes_the_rate() -> None:
