@@ -340,8 +340,8 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
 
-        If all responses earn the same, only the value function is trained. If all are masked,
-        nothing is. With learning_rate=auto, an update that moves the policy much too far is undone.
+        If all responses earn the same, only the value function is trained. No masked response is
+        trained on. With learning_rate=auto, an update that moves the policy much too far is undone.
         """
         state = self.state
         experience = experience.in_loss()
@@ -517,7 +517,7 @@ class PPOTrainer:
         if rate_control.is_too_far:
             self.reporter.warn(
                 f"approx_kl = {metrics['policy_kl']:.3g} after an optimizer step, above "
-                f"{TOO_FAR:g} times the target: update undone, learning rate lowered",
+                f"{TOO_FAR:g} times target_kl: the update was undone and the learning rate lowered",
                 f"iteration {self.state.iteration + 1}: ",
             )
             return finite

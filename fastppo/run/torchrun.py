@@ -25,7 +25,7 @@ def telling_torchrun(run_dir: str | Path) -> Iterator[None]:
         return
     hint = f"`--resume true` continues from the newest checkpoint of {run_dir}"
     # Replaced if the process lives to see an error.
-    _record(f"rank {os.environ['RANK']} was killed, as the system does if memory runs out; {hint}")
+    _record(f"rank {os.environ['RANK']} was killed (by the system, if memory ran out); {hint}")
     try:
         yield
     except Exception as error:

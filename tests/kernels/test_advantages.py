@@ -201,3 +201,17 @@ def test_the_torch_backend_equals_the_definition_in_its_dtype() -> None:
     )
     for one, other in pairs:
         assert_close(one, other, 1e-7)
+
+
+def test_values_and_rewards_may_be_strided() -> None:
+    pairs = torch.randn(5, 4, 2, generator=torch.Generator().manual_seed(0))
+    rewards, values = pairs.unbind(-1)
+    strided = fastppo.gae(rewards, values, backend="cpu")
+    dense = fastppo.gae(rewards.contiguous(), values.contiguous(), backend="cpu")
+    assert all(torch.equal(a, b) for a, b in zip(strided, dense, strict=True))
+    ends = torch.tensor([0, 3, 5])
+    packed_rows = fastppo.gae(rewards[:, 0], values[:, 0], cu_seqlens=ends, backend="cpu")
+    dense = fastppo.gae(
+        rewards[:, 0].contiguous(), values[:, 0].contiguous(), cu_seqlens=ends, backend="cpu"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(packed_rows, dense, strict=True))

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.rate_control import FIRST_RATE, LARGEST_RATE, TOO_FAR, AdaptiveRate
+from fastppo.ppo.rate_control import (
+    FIRST_RATE,
+    LARGEST_RATE,
+    LEAST_SHARE,
+    TOO_FAR,
+    AdaptiveRate,
+)
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
 from runs import LEARNING, first_experience, first_prompts, make_trainer, weights_of
@@ -100,7 +106,8 @@ def test_the_rate_follows_a_change(factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "share"), [(0.25, 0.5), (1e-4, 0.1), (2.0, 1.0), (math.nan, 1.0), (0.0, 1.0)]
+    ("entropy", "share"),
+    [(0.25, 0.5), (1e-4, LEAST_SHARE), (2.0, 1.0), (math.nan, 1.0), (0.0, 1.0)],
 )
 def test_the_target_falls_with_the_entropy(entropy: float, share: float) -> None:
     control = AdaptiveRate()
@@ -226,6 +233,10 @@ def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     reached = statistics.median(record["update_kl"] for record in records[2:7])
     assert trainer.config.update_target / 4 < reached < 2 * trainer.config.update_target
+    first = trainer.state.rate_control.first_entropy
+    assert first == pytest.approx(records[0]["entropy"])
+    share = min(max(records[-2]["entropy"] / first, LEAST_SHARE**2), 1) ** 0.5
+    assert records[-1]["target_kl"] == pytest.approx(share * trainer.config.update_target)
     assert trainer.state.rate_control.rate > 10 * FIRST_RATE
 
 

@@ -144,11 +144,10 @@ def odd_options(config: PPOConfig) -> list[str]:
             "steps and ends before its peak learning rate"
         )
     needs_values = config.advantage not in CRITIC_FREE and "advantage" not in config.own_functions
-    if needs_values and not config.is_used("vf_coef"):
-        training = "is fitted in closed form only" if config.fits_value_head else "is not trained"
+    if needs_values and not config.fits_value_head and not config.is_used("vf_coef"):
         sentences.append(
-            f"vf_coef=0: the value function that advantage={config.advantage} uses {training}; "
-            "GRPO and RLOO, without one, are advantage=group and rloo"
+            f"vf_coef=0: the value function that advantage={config.advantage} uses is not trained; "
+            "GRPO and RLOO need none: advantage=group, advantage=rloo"
         )
     if config.top_k > 0 or config.top_p < 1:
         sentences.append(

@@ -536,19 +536,20 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> FirstTurn | None:
     episode = rollout.turns[0]
     last = episode[-1]
     opening = itertools.takewhile(lambda turn: turn["role"] != POLICY, episode)
-    prompt = as_turns(prompts.prompts[0], POLICY)[-1]["text"]
+    prompt = str(as_turns(prompts.prompts[0], POLICY)[-1]["text"]).strip()
     return FirstTurn(
         tokens=len(prompts.token_ids[0]),
         text=inputs.tokenizer.decode(prompts.token_ids[0]),
         answer="" if last["role"] == POLICY else last["text"],
-        has_prompt=any(prompt in turn["text"] for turn in opening),
+        has_prompt=any(prompt in str(turn["text"]) for turn in opening),
     )
 
 
 def replaced_prompts(config: PPOConfig, inputs: RunInputs) -> list[str]:
     """Return a warning if the environment replaces the prompts of a data set, else nothing."""
     turn = inputs.first_turn
-    if turn is None or turn.has_prompt or is_address(config.prompts):
+    from_addresses = is_address(config.prompts) or is_address(str(config.environment))
+    if turn is None or turn.has_prompt or from_addresses or not config.prompts:
         return []
     return [
         f"the policy does not see the prompts of {config.prompts}: the environment's reset returns "

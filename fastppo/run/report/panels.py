@@ -76,7 +76,11 @@ GROUPS = (
         "Policy",
         (
             Panel("Entropy", "nats per token", ("entropy",)),
-            Panel("KL to the rollout policy", "nats per token", ("approx_kl", "update_kl")),
+            Panel(
+                "KL to the rollout policy",
+                "nats per token",
+                ("approx_kl", "update_kl", "target_kl"),
+            ),
             Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
             Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
             Panel("Early stops", "stopped", ("early_stopped",), note="by the KL to the rollout"),

@@ -268,7 +268,7 @@ def _flat(x: Tensor | None, dtype: torch.dtype) -> Any:
     """Flatten a tensor to an array; None gives an empty one."""
     if x is None:
         return _EMPTY[dtype]
-    return x.detach().to(dtype).numpy().reshape(-1)
+    return x.detach().to(dtype).contiguous().numpy().reshape(-1)
 
 
 def _each(number: float, values: Tensor | None, count: int) -> Any:

@@ -138,7 +138,7 @@ def test_top_k_may_raise_the_samplers_logprobs(tmp_path: Path) -> None:
         ({"warmup_steps": 99}, "warmup_steps=99: the run has"),
         ({"top_k": 5}, "top_k and top_p exclude tokens"),
         ({"top_p": 0.9}, "top_k and top_p exclude tokens"),
-        ({"vf_coef": 0.0}, "are advantage=group and rloo"),
+        ({"vf_coef": 0.0, "value_head": "gradient"}, "GRPO and RLOO need none"),
     ],
 )
 def test_unusual_options_get_a_warning(

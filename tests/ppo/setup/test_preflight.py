@@ -240,10 +240,22 @@ def test_check_warns_if_an_environment_replaces_the_prompts(
     assert (says in capsys.readouterr().out) == replaces
 
 
+def test_a_prompt_of_content_parts_is_found_in_its_episode(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = [{"type": "text", "text": "w1"}]
+    chat = [{"role": "system", "content": "w5"}, {"role": "user", "content": content}]
+    (folder / "parts.jsonl").write_text(json.dumps({"prompt": chat}))
+    options = {"model": "chat", "prompts": "parts.jsonl", "environment": "code.py:Keeps"}
+    inputs = _preflight(folder, monkeypatch, max_turns=2, **options)
+    assert inputs.first_turn is not None
+    assert inputs.first_turn.has_prompt
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "vf_coef=0: the value function that advantage=gae uses is fitted in closed form only"),
+        ({}, ""),
         ({"value_head": "gradient"}, "the value function that advantage=gae uses is not trained"),
         ({"advantage": "rloo", "samples_per_prompt": 2}, ""),
     ],
