@@ -245,7 +245,7 @@ def test_a_prompt_of_content_parts_is_found_in_its_episode(
 ) -> None:
     content = [{"type": "text", "text": "w1"}]
     chat = [{"role": "system", "content": "w5"}, {"role": "user", "content": content}]
-    (folder / "parts.jsonl").write_text(json.dumps({"prompt": chat}))
+    (folder / "parts.jsonl").write_text(json.dumps({"prompt": chat, "wanted": "w2"}))
     options = {"model": "chat", "prompts": "parts.jsonl", "environment": "code.py:Keeps"}
     inputs = _preflight(folder, monkeypatch, max_turns=2, **options)
     assert inputs.first_turn is not None
