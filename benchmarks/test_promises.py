@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 EAGER = "eager PyTorch"
 
 TURNS = 9
-SLOW_TURNS = 5  # a call takes seconds
+SLOW_TURNS = 3  # a call takes seconds
 MEMORY_SAVED = 4.0
 GRADIENT_SHARE = 0.95
 LOOP_SPEED_UP = 60.0

@@ -32,7 +32,7 @@ def test_an_unmeasured_number_is_refused() -> None:
     ]
     with pytest.raises(ValueError, match="expected promised ratios of a CPU"):
         docs.sections([results.Results(runs)])
-    (promises,) = [run for run in cpu.runs if run not in runs]
+    *_, promises = [run for run in cpu.runs if run not in runs]
     some = {name: test for name, test in promises.tests.items() if "gae" not in name}
     with pytest.raises(ValueError, match="has no measured ratio of gae, faster, TRL's loop"):
         docs.sections([results.Results([*runs, promises._replace(tests=some)])])
