@@ -3,11 +3,11 @@
     python -m benchmarks.studies.learning_rate runs/learning-rate
     python -m benchmarks.studies.learning_rate runs/learning-rate --tasks demo guess --seeds 1
 
-Tasks have batches of 64 and most also of 256 responses. `auto` starts from a
-tenth and from ten times its first rate; the fixed rates are 1e-6 to 1e-3. All other options are
-the defaults, apart from the task's models, prompts, rewards, lengths and KL coefficient. The
-settings of a task, batch size and seed start from the same weights and make the same number of
-iterations on one thread, so they take about the same CPU time.
+Tasks have batches of 64 responses, and most also of 256. `auto` starts from a tenth and from ten
+times its first rate; the fixed rates are 1e-6 to 1e-3. All other options are the defaults, apart
+from the task's models, prompts, rewards, lengths and KL coefficient. The settings of a task, batch
+size and seed start from the same weights and make the same number of iterations on one thread, so
+they take about the same CPU time.
 
 The result of a run is the mean reward of its last five batches; the responses of a batch were
 generated before the policy was trained on its prompts' rewards. A run has collapsed if this is

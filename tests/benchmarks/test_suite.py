@@ -9,6 +9,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,3 +180,25 @@ def test_commands_of_the_suites_readme_are_commands() -> None:
     for arguments in selecting:
         done = run("--collect-only", "-q", *arguments)
         assert done.returncode == 0, (arguments, done.stdout[-1000:])
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "seconds"),
+    [
+        ("1.0", (), 0.5),
+        (Decimal("1.0"), ("--benchmark-max-time=1",), 1.0),
+        (Decimal("0.2"), (), 0.2),
+    ],
+    ids=["default", "argument", "PYTEST_ADDOPTS"],
+)
+def test_timing_takes_half_a_second_unless_given(
+    value: Any, arguments: tuple[str, ...], seconds: float
+) -> None:
+    option = SimpleNamespace(benchmark_max_time=value, benchmark_columns=[])
+    config = SimpleNamespace(
+        option=option,
+        invocation_params=SimpleNamespace(args=arguments),
+        pluginmanager=SimpleNamespace(hasplugin=lambda name: True),
+    )
+    conftest.pytest_configure(config)  # type: ignore[arg-type]
+    assert float(option.benchmark_max_time) == seconds
