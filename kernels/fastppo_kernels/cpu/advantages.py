@@ -26,7 +26,14 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels.cpu.rows import ESTIMATORS, clear, code, sampled_kl
-from fastppo_kernels.cpu.threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
+from fastppo_kernels.cpu.threads import (
+    CLEARANCE,
+    compiled,
+    compiled_in_lanes,
+    fresh,
+    in_threads,
+    kernel,
+)
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
     Discounts,
@@ -136,17 +143,23 @@ def _recurrence(delta, advantages, factor):
         four[3] = a3
 
 
-@compiled_in_lanes
+@compiled
 def _round(estimates, values, advantages, returns):
-    """Round advantages and returns to their dtype; return (ΣA, ΣA²) of the rounded ones."""
-    total = 0.0
-    squares = 0.0
+    """Round advantages and returns to their dtype."""
     for t in range(len(values)):
         advantages[t] = estimates[t]
         returns[t] = estimates[t] + values[t]
-        rounded = np.float64(advantages[t])
-        total += rounded
-        squares += rounded * rounded
+
+
+@compiled_in_lanes
+def _sums(x):
+    """Return (Σx, Σx²) in fp64."""
+    total = 0.0
+    squares = 0.0
+    for t in range(len(x)):
+        wide = np.float64(x[t])
+        total += wide
+        squares += wide * wide
     return total, squares
 
 
@@ -204,7 +217,8 @@ def _walk(
             into_returns = room.gathered[5, :count]
         estimates = room.estimates
         kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, room.delta, estimates)
-        total, squares = _round(estimates, of_sequence.values, into, into_returns)
+        _round(estimates, of_sequence.values, into, into_returns)
+        total, squares = _sums(into)
         if has_gaps:
             _scattered(into, counts, advantages[first:last])
             _scattered(into_returns, counts, returns[first:last])
@@ -303,7 +317,8 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
 
     def room() -> _Room:
         gathered = np.empty((6, longest if len(mask) else 0), advantages.numpy().dtype)
-        return _Room(np.empty(longest + 6), np.empty(longest + 3), gathered)
+        delta = np.empty(CLEARANCE + longest + 6)[CLEARANCE:]
+        return _Room(delta, np.empty(longest + 3), gathered)
 
     advantages = fresh(values, dtype)
     returns = fresh(values, dtype)

@@ -38,6 +38,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from fastppo_kernels.cpu.threads import (
+    CLEARANCE,
     EXACT,
     IN_LANES,
     compiled,
@@ -948,7 +949,9 @@ def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
 def _room(logits: Tensor, *, keeps_exponentials: bool = False) -> _Room:
     """Allocate the buffers of one thread."""
     in_memory = torch.empty(BLOCK, dtype=BITS[logits.dtype])
-    exponentials = np.empty(logits.shape[-1], np.float32) if keeps_exponentials else None
+    exponentials = None
+    if keeps_exponentials:
+        exponentials = np.empty(CLEARANCE + logits.shape[-1], np.float32)[CLEARANCE:]
     return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32), exponentials)
 
 

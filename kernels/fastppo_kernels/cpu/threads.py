@@ -34,6 +34,14 @@ EXACT = frozenset({"contract"})
 IN_LANES = EXACT | {"reassoc", "nsz"}
 """Flags of loops whose sums may be carried in vector lanes. NaN and infinities are kept."""
 
+CLEARANCE = 256
+"""Unused numbers before a buffer that a loop writes while it carries a sum.
+
+If the output starts less than a vector iteration (256 bytes with AVX-512) behind an input, the
+compiled loop takes its scalar form, which adds in another order. So the bits of a short row would
+depend on where the allocator happened to place the buffer.
+"""
+
 HUGE_PAGE = 2**21
 
 LARGE = 2 * HUGE_PAGE

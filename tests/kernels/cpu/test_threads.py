@@ -1,4 +1,4 @@
-"""The cache of the CPU's compiled loops, and the message on a terminal."""
+"""The CPU's compiled loops: their cache, their memory, and the message on a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ import numpy as np
 import processes
 import pytest
 import torch
+from fastppo_kernels.cpu import advantages as cpu_advantages
+from fastppo_kernels.cpu import rows as cpu_rows
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.cpu.threads import fresh
+from fastppo_kernels.records import Discounts, Shaping, Trajectory
 from processes import FORKSERVER
+from rows import arguments_of, operands
+from torch import Tensor
 
 import fastppo
 
@@ -44,6 +49,21 @@ import draws, fastppo, torch
 batch = draws.batch((50,), 1009, torch.bfloat16)
 print(fastppo.token_logprobs(batch.logits, batch.tokens, temperature=0.7).tolist())
 """
+
+
+def behind(patch: pytest.MonkeyPatch, tensor: Tensor, gap: int) -> Tensor:
+    """Copy a tensor so that NumPy's next buffers of its dtype start `gap` entries behind it."""
+    empty = np.empty
+    count = tensor.numel()
+    memory = np.zeros(8192, tensor.numpy().dtype)
+
+    def allocate(shape: Any, dtype: Any = np.float64) -> Any:
+        if np.ndim(shape) or np.dtype(dtype) != memory.dtype:
+            return empty(shape, dtype)
+        return memory[count + gap :][:shape]
+
+    patch.setattr(np, "empty", allocate)
+    return torch.from_numpy(memory[:count]).view(tensor.shape).copy_(tensor)
 
 
 @pytest.fixture
@@ -178,6 +198,32 @@ def empty_cache() -> Iterator[None]:
     fastppo.empty_cache()
     yield
     fastppo.empty_cache()
+
+
+@pytest.mark.parametrize("gap", [0, 5, 16])
+def test_bits_of_a_loss_do_not_depend_on_where_its_buffers_are(
+    gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, rest = operands(arguments_of("policy", 37, torch.float32))
+    wanted = cpu_rows.ppo_loss(*records, **rest)
+    logits = behind(monkeypatch, records.logits, gap)
+    found = cpu_rows.ppo_loss(*records._replace(logits=logits), **rest)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_bits_of_a_kl_do_not_depend_on_where_its_buffers_are(
+    gap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, logprobs, ref_logprobs = torch.randn(3, 1, 13, dtype=torch.float64)
+
+    def kl(logprobs: Tensor) -> Tensor:
+        shaping = Shaping(torch.zeros(1), logprobs, ref_logprobs, kl_coef=0.1, kl_estimator="k1")
+        return cpu_advantages.shaped_advantages(Trajectory(values), shaping, Discounts(1.0, 1.0)).kl
+
+    wanted = kl(logprobs)
+    assert torch.equal(kl(behind(monkeypatch, logprobs, gap)), wanted)
 
 
 @pytest.mark.usefixtures("empty_cache")
