@@ -54,10 +54,7 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     import fastppo.ppo.trainer as module
 
     module.write_report = lambda run_dir: None  # plots take longer than the runs
-    options = dict(variant)
-    if "ptx_coef" in options:
-        options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
-    trainer = _trainer(Path(folder), options)
+    trainer = _trainer(Path(folder), dict(variant))
     trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}
 
@@ -78,11 +75,10 @@ def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
     return PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
 
 
-def step_on_given_responses(folder: str) -> dict[str, Tensor]:
+def step_on_given_responses(folder: str, model: str) -> dict[str, Tensor]:
     """Return the weights after a step on given responses, and the random state before it."""
-    path = Path(folder)
-    options = {"model": tiny.saved_model(path / "model"), "learning_rate": 1e-2}
-    trainer = _trainer(path, {**options, "rollout_batch_size": 8})
+    options = {"model": model, "learning_rate": 1e-2, "rollout_batch_size": 8}
+    trainer = _trainer(Path(folder), options)
     before = torch.get_rng_state()
     prompts = [[3 + row, 4] for row in range(8)]
     responses = [[5 + row, 6, 1][: 2 + row % 2] for row in range(8)]

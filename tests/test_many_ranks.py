@@ -89,6 +89,7 @@ def test_two_and_four_processes_match_one_in_all_variants(tmp_path: Path) -> Non
     """The processes are started once for all variants."""
     directories = NARROW | many_ranks.save_directories(tmp_path)
     variants = VARIANTS | {"directories": directories}
+    variants["ptx"] = variants["ptx"] | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl")}
     results = {}
     for count in (1, 2, 4):
         folder = tmp_path / str(count)

@@ -8,6 +8,7 @@ from pathlib import Path
 import many_ranks
 import pytest
 import ranks
+import tiny
 import torch
 from command_line import Folder, Run
 
@@ -133,8 +134,11 @@ def test_a_reward_that_uses_torchs_random_state_does_not_change_the_run(
 
 @pytest.mark.slow
 def test_two_processes_step_as_one_does_without_a_seed_of_their_own(tmp_path: Path) -> None:
-    one = ranks.run(1, many_ranks.step_on_given_responses, tmp_path / "one", str(tmp_path / "one"))
-    two = ranks.run(2, many_ranks.step_on_given_responses, tmp_path / "two", str(tmp_path / "two"))
+    model = tiny.saved_model(tmp_path / "model")
+    one, two = (
+        ranks.run(n, many_ranks.step_on_given_responses, folder, str(folder), model)
+        for n, folder in ((1, tmp_path / "one"), (2, tmp_path / "two"))
+    )
     assert one.keys() == two.keys()
     assert torch.equal(one.pop("random"), two.pop("random"))
     for name, weight in one.items():
