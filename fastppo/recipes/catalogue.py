@@ -155,7 +155,7 @@ RECIPES = (
     Recipe(
         name="smollm2-tools",
         description="SmolLM2-135M learns to call a tool, a class as in TRL's environment_factory",
-        hardware="two cores, about 6 GB",
+        hardware="two cores, about 7 GB",
         minutes="15",
         prepare=lazy("products"),
         shipped={"products_tools.py": "tools.py", "products_reward.py": "reward.py"},

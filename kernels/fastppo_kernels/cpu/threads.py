@@ -60,14 +60,15 @@ processors took 0.5 ms on one thread and 2.6 ms on two."""
 _pool: ThreadPoolExecutor | None = None
 
 
-def _hash_of_sources(folder: Path) -> str:
+def _hash_of_sources(package: Path) -> str:
+    """Hash the sources that compiled loops depend on: loops, and the records and constants."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for file in sorted(folder.glob("*.py")):
+    for file in (package / "records.py", *sorted((package / "cpu").glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-SOURCES = _hash_of_sources(Path(__file__).parent)
+SOURCES = _hash_of_sources(Path(__file__).parents[1])
 
 
 class _Files:

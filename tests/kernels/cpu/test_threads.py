@@ -108,8 +108,9 @@ def test_processes_that_compile_at_once_leave_a_correct_cache(
         assert sum(loop.stats.cache_hits.values()) == len(DTYPES)
 
 
-def test_code_is_cached_until_any_source_of_the_package_changes(
-    loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("source", ["cpu/rows.py", "records.py"])
+def test_code_is_cached_until_a_source_changes(
+    source: str, loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hits() -> int:
         loop = imported(loops).loop_0
@@ -117,10 +118,12 @@ def test_code_is_cached_until_any_source_of_the_package_changes(
         return sum(loop.stats.cache_hits.values())
 
     assert [hits(), hits()] == [0, 1]
-    (tmp_path / "other.py").write_text("LIMIT = 1")
-    before = cpu_threads._hash_of_sources(tmp_path)
-    (tmp_path / "other.py").write_text("LIMIT = 2")
-    after = cpu_threads._hash_of_sources(tmp_path)
+    package = tmp_path / "package"
+    (package / "cpu").mkdir(parents=True)
+    (package / "records.py").touch()
+    before = cpu_threads._hash_of_sources(package)
+    (package / source).write_text("LIMIT = 2")
+    after = cpu_threads._hash_of_sources(package)
     assert after != before
     monkeypatch.setattr(cpu_threads, "SOURCES", after)
     assert [hits(), hits()] == [0, 1]
