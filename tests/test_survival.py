@@ -182,6 +182,33 @@ def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> Non
     assert f"checkpoint-000001; the run had ended: {reason}" in said
 
 
+@pytest.mark.parametrize("cause", ["Ctrl-C", "an error"])
+def test_a_reward_that_raises_costs_no_iteration(cause: str, folder: Folder, run) -> None:
+    """Ctrl-C in a terminal also ends the processes of a reward, so that it raises."""
+    options = {"iterations": 3, "checkpoint_interval": 0}
+    assert run(**options)[0] == 0
+    bits = folder.bits()
+    shutil.rmtree(folder.run)
+    signals = "os.kill(os.getpid(), signal.SIGINT);" if cause == "Ctrl-C" else ""
+    folder.write_reward(f"if calls == 2: {signals} raise OSError('gone')")
+    code, said = run(**options)
+    assert code == (130 if signals else 1)
+    assert ("raised OSError('gone')" in said) == (not signals)
+    assert f"after 1 of 3 iterations; `--resume true` continues from {folder.run}" in said
+    assert folder.checkpoints() == ["checkpoint-000001"]
+    folder.write_reward("calls == 0")
+    assert run(**options, resume=True, allow_config_change=True)[0] == 0
+    assert folder.bits() == bits
+
+
+def test_a_reward_that_raises_at_first_leaves_no_run(folder: Folder, run) -> None:
+    folder.write_reward("calls == 1 and 1 / 0")
+    assert run(iterations=1)[0] == 1
+    assert folder.checkpoints() == []
+    folder.write_reward()
+    assert run(iterations=1)[0] == 0
+
+
 def test_a_finished_run_has_nothing_to_resume(folder: Folder, run) -> None:
     assert run(iterations=2)[0] == 0
     code, said = run(iterations=2, resume=True)

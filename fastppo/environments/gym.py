@@ -209,7 +209,8 @@ def _read_json(space: Any, text: str) -> Any:
     found = re.search(r"\{.*\}" if isinstance(space, Mapping) else r"\[.*\]", text, re.DOTALL)
     try:
         action = _from_json(space, json.loads(found[0] if found else ""))
-    except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, or not of this space
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        # no JSON, or not of this space
         action = None
     if action is None or not space.contains(action):
         raise ValueError(f"expected JSON of {space}")

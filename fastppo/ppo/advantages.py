@@ -29,7 +29,7 @@ from torch import Tensor
 from fastppo.data.batch import Batch, on_device
 from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.user_functions import call_by_name, check_per_token
+from fastppo.functional.user_functions import call_by_name, check_per_token, name_and_place
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
@@ -120,10 +120,11 @@ def make_advantages(
 ) -> BatchAdvantages:
     """Compute shaped rewards, advantages and returns of packed responses.
 
-    Advantages are 0 if all responses have about the same score, or if they are only rounding
-    errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of the value
-    function otherwise. With truncated=mask, truncated responses have advantages of 0 and count only
-    in the baselines of `rloo` and `group`.
+    Advantages are 0 if all responses have about the same discounted score, or if they are only
+    rounding errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of
+    the value function otherwise. Advantages of a user's function are only compared with rounding
+    errors, because their source and unit are unknown. With truncated=mask, truncated responses
+    have advantages of 0 and count only in the baselines of `rloo` and `group`.
 
     Args:
         scores: rewards at the last tokens and within the responses.
@@ -137,7 +138,7 @@ def make_advantages(
     within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
         kl_coef = 0.0
-    kl_only = not scores.has_rewards and kl_coef > 0
+    is_score_the_signal = function is None and (scores.has_rewards or kl_coef == 0)
     if ref_stats.exact_kl is not None:
         penalty = -kl_coef * ref_stats.exact_kl
         within = penalty if within is None else within + penalty
@@ -166,7 +167,7 @@ def make_advantages(
     learned = estimates.advantages
     spread = estimates.spread
     in_loss: slice | Tensor = slice(None)
-    totals = scores.total
+    totals = _discounted_scores(rewarded, scores, options)
     if masks:
         finished = ~torch.tensor(truncated)
         if not finished.any():
@@ -177,7 +178,9 @@ def make_advantages(
         spread = learned[in_loss].std(correction=0)
         learned = _whitened(learned[in_loss], options)
     advantages = torch.zeros_like(estimates.advantages)
-    advantages[in_loss] = _with_signal(learned, spread, totals, options, score_scale, kl_only)
+    advantages[in_loss] = _with_signal(
+        learned, spread, totals if is_score_the_signal else None, options, score_scale
+    )
     return estimates._replace(advantages=advantages, spread=spread)
 
 
@@ -193,21 +196,38 @@ def _estimates(
     return _token_advantages(rewarded, options)
 
 
+def _discounted_scores(rewarded: RewardedBatch, scores: Scores, options: PPOConfig) -> Tensor:
+    """Return the discounted rewards of each response without the KL, [B] on the CPU.
+
+    If they are equal, no action was better than another.
+    """
+    if options.gamma == 1:
+        return scores.total
+    within = None if scores.within is None else scores.within.to(rewarded.values.device)
+    rewards_only = rewarded._replace(within=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None)
+    return _of_responses(monte_carlo_returns(rewards_only, options), rewarded).cpu()
+
+
+def _of_responses(by_token: Tensor, rewarded: RewardedBatch) -> Tensor:
+    """Return the entry of each response's first token, [B]. An empty response has its reward."""
+    starts = rewarded.batch.cu_seqlens
+    at_first = by_token[starts[:-1].clamp(max=max(0, len(by_token) - 1))]
+    return torch.where(starts.diff() > 0, at_first, rewarded.last.to(at_first.dtype))
+
+
 def _with_signal(
     advantages: Tensor,
     spread: Tensor,
-    totals: Tensor,
+    totals: Tensor | None,
     options: PPOConfig,
     score_scale: ScoreScale | None,
-    kl_only: bool,
 ) -> Tensor:
     """Return the advantages [n], scaled for `variance` and by the floor, 0 without a signal.
 
     Args:
         spread: standard deviation before whitening, 0-d.
-        totals: scores of the responses, reward units.
+        totals: discounted scores of the responses, reward units; None if they are not the signal.
         score_scale: see `make_advantages`.
-        kl_only: there is no reward, and the KL is the signal.
     """
     if options.whiten_advantages == "full":
         size = spread
@@ -215,14 +235,17 @@ def _with_signal(
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
         advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
-    score_scale = score_scale or ScoreScale()
-    floor = score_scale.floor
-    if options.whiten_advantages != "none" and floor > 0:
-        advantages = advantages * (size / floor).clamp(max=1)
     # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
+    if totals is None:
+        return advantages
+    score_scale = score_scale or ScoreScale()
+    floor = score_scale.floor
+    # `group` has divided by the standard deviation of the scores.
+    if options.whiten_advantages != "none" and options.advantage != "group" and floor > 0:
+        advantages = advantages * (size / floor).clamp(max=1)
     deviation = totals.std(correction=0).item()
-    if len(totals) > 1 and deviation <= max(floor, ROUNDING) and not kl_only:
+    if len(totals) > 1 and deviation <= max(floor, ROUNDING):
         advantages = 0.0 * advantages
     if deviation > ROUNDING and math.isfinite(deviation):
         score_scale.add(deviation)
@@ -282,14 +305,9 @@ def _token_gae(
 def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
     """One advantage per response, repeated for each of its tokens."""
     result = _token_gae(rewarded, options, lam=1.0, whiten=False)
-    count = len(rewarded.values)
-    starts = rewarded.batch.cu_seqlens
-    lengths = starts.diff()
-    at_first = result.advantages[starts[:-1].clamp(max=max(0, count - 1))]
-    # An empty response has no token, and counts with its reward.
-    by_response = torch.where(lengths > 0, at_first, rewarded.last.to(at_first.dtype))
-    advantages = _against_group(by_response, options)
-    advantages = advantages.repeat_interleave(lengths, output_size=count)
+    advantages = _against_group(_of_responses(result.advantages, rewarded), options)
+    lengths = rewarded.batch.cu_seqlens.diff()
+    advantages = advantages.repeat_interleave(lengths, output_size=len(rewarded.values))
     spread = advantages.std(correction=0)
     advantages = _whitened(advantages, options)
     complete = monte_carlo_returns(rewarded, options)
@@ -304,10 +322,10 @@ def _own_estimates(
     advantages, returns = own_advantages(
         function,
         shaped_rewards(rewarded),
-        rewarded.values,
-        cu_seqlens=rewarded.batch.cu_seqlens,
-        old_logprobs=rewarded.old_logprobs,
-        ref_logprobs=rewarded.ref_logprobs,
+        rewarded.values.clone(),  # the function may work in place
+        cu_seqlens=rewarded.batch.cu_seqlens.clone(),
+        old_logprobs=rewarded.old_logprobs.clone(),
+        ref_logprobs=None if rewarded.ref_logprobs is None else rewarded.ref_logprobs.clone(),
         samples_per_prompt=options.samples_per_prompt,
         gamma=options.gamma,
     )
@@ -326,17 +344,23 @@ def own_advantages(
         offered: keywords that the function may name.
 
     Raises:
-        ValueError: the function takes other arguments, or returns something else.
+        ValueError: the function takes other arguments, or returns something else, or NaN.
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
     result = call_by_name("advantage", function, first, offered)
-    if not isinstance(result, tuple):
-        return check_per_token("advantage", function, "advantages", result, rewards), None
-    advantages, returns = result if len(result) == 2 else (result, None)
-    return (
-        check_per_token("advantage", function, "advantages", advantages, rewards),
-        check_per_token("advantage", function, "returns", returns, rewards),
-    )
+    results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    checked = [
+        check_per_token("advantage", function, name, value, rewards)
+        for name, value in zip(("advantages", "returns"), results, strict=False)
+    ]
+    for name, value in zip(("advantages", "returns"), checked, strict=False):
+        if not value.isfinite().all():
+            count = int((~value.isfinite()).sum())
+            raise ValueError(
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
+                f"{len(value)} tokens"
+            )
+    return checked[0], checked[1] if len(checked) == 2 else None
 
 
 def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:

@@ -72,8 +72,9 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
     if directory.is_file() or any(file.exists() for file in taken):
         raise ValueError(f"{directory} exists already: choose another directory")
     export(*policy_of(path, device), directory)
-    if (path.parent / "metrics.jsonl").exists():
-        write_card(path.parent, directory, iterations=checkpoint.iteration_of(path))
+    iterations = checkpoint.iteration_of(path)
+    if iterations and (path.parent / "metrics.jsonl").exists():
+        write_card(path.parent, directory, iterations=iterations)
 
 
 def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:

@@ -51,13 +51,20 @@ def random_state_restored(seed: int | None = None) -> Iterator[None]:
 
 
 def evaluate_policy(
-    trainer: Any, prompts: Prompts, sampling: Sampling, scorer: Scorer | None = None
+    trainer: Any,
+    prompts: Prompts,
+    sampling: Sampling,
+    scorer: Scorer | None = None,
+    *,
+    first: int = 0,
 ) -> dict[str, Any]:
     """Generate and score responses without learning from them.
 
     Args:
         trainer: a `PPOTrainer`.
         scorer: by default the trainer's.
+        first: number of the first prompt, if these are a part of all prompts. Every part has its
+            own random numbers.
 
     Returns:
         dict: means of reward, each reward term and monitor, kl (nats per sequence, with a
@@ -66,7 +73,7 @@ def evaluate_policy(
     """
     options = trainer.config.at(trainer.state.iteration)
     with (
-        random_state_restored(options.seed),
+        random_state_restored((options.seed + first) % 2**32),
         explain_out_of_memory("evaluation", options),
     ):
         prompts, rollout = trainer.episode_runner.run(prompts, trainer.engine, sampling)
@@ -208,7 +215,7 @@ class Evaluation:
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
-            result = trainer.evaluate(part, sampling, self.scorer)
+            result = trainer.evaluate(part, sampling, self.scorer, first=begin)
             applying = result["scores"].counts
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):

@@ -205,7 +205,8 @@ class PPOTrainer:
             Stopped: a signal ended the run; a checkpoint is written first.
             CheckpointError: a checkpoint could not be written.
             FloatingPointError: too many optimizer steps in a row were not finite.
-            RewardError: a reward raised, or returned something that cannot be trained on.
+            RewardError: a reward raised, or returned something that cannot be trained on; after the
+                first iteration, a checkpoint is written first.
             RolloutError: the engine returned no responses; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
@@ -626,10 +627,15 @@ class PPOTrainer:
     # ------------------------------------------------------------------------ evaluating and saving
 
     def evaluate(
-        self, prompts: Prompts, sampling: Sampling | None = None, scorer: Scorer | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | None = None,
+        scorer: Scorer | None = None,
+        *,
+        first: int = 0,
     ) -> dict[str, Any]:
         """Generate and score responses without learning; see `evaluate_policy`."""
-        return evaluate_policy(self, prompts, sampling or self.sampling, scorer)
+        return evaluate_policy(self, prompts, sampling or self.sampling, scorer, first=first)
 
     def completions(
         self, prompts: Prompts, rollout: Rollout, max_count: int | None = None

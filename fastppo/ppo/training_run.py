@@ -22,6 +22,7 @@ from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.ppo.setup.checks import self_check
 from fastppo.ppo.setup.summary import banner
+from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import iteration_of, random_state, restore_random_state
 from fastppo.run.console import lasting_console
@@ -55,11 +56,13 @@ class TrainingRun:
         self.stop_request = StopRequest(self.world)
         self.out_of_prompts = ""
         """Why no prompts are left; empty while there are some."""
-        self.evaluation_error: RolloutError | None = None
+        self.evaluation_error: RolloutError | RewardError | None = None
         """Error of the evaluation after the last update; the update is kept."""
 
     def run(self) -> dict[str, float]:
         """Run the iterations, write policy and report, and return the last metrics.
+
+        A callback may end the run before its first iteration. Then there are none.
 
         For the exceptions see `PPOTrainer.train`.
         """
@@ -73,16 +76,17 @@ class TrainingRun:
                     if self.state.iteration:
                         self._write_report()
                     raise Stopped(stopped_by, self.checkpoints.how_far())
-                self._write_results()
+                if self.state.iteration:
+                    self._write_results()
         self.state.raise_if_stopped(self.run_dir)
         if self._is_short:
             self.trainer.say(
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
                 f"{self._why_ended()}"
             )
-        return metrics or self.world.on_main_rank(
-            lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1]
-        )
+        if metrics or self.state.iteration == 0:
+            return metrics
+        return self.world.on_main_rank(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
 
     def _write_results(self) -> None:
         """Write the policy, the best policy if it is kept, and the report."""
@@ -146,9 +150,10 @@ class TrainingRun:
             if self.world.is_main and self.state.iteration:
                 with suppress(OSError, ValueError):  # the run's own error matters more
                     write_report(self.run_dir)
-            if isinstance(error, RolloutError):
+            if isinstance(error, (RolloutError, RewardError)) and self.checkpoints.newest:
                 how_far = f"stopped{self.checkpoints.how_far()}"
-                raise RolloutError(f"{error}; {how_far}") from error
+                kind = RolloutError if isinstance(error, RolloutError) else RewardError
+                raise kind(f"{error}; {how_far}") from error
             raise
         finally:
             log.close()
@@ -175,11 +180,16 @@ class TrainingRun:
                     restore_random_state(random_state_before)
                     self.out_of_prompts = str(ended)
                     break
-                except RolloutError:
+                except (RolloutError, RewardError) as error:
                     # In the middle of an update there is nothing to save; a resumed run starts at
                     # the last checkpoint.
-                    if self.state.optimizer_step == steps_before:
-                        restore_random_state(random_state_before)
+                    if self.state.optimizer_step != steps_before:
+                        raise
+                    restore_random_state(random_state_before)
+                    if self.stop_request.is_stopping():
+                        break  # Ctrl-C in a terminal also ends the processes of a reward
+                    # A run whose first rewards fail has nothing to keep.
+                    if self.state.iteration or isinstance(error, RolloutError):
                         self.checkpoints.finish()
                     raise
                 except FloatingPointError as error:
@@ -246,7 +256,7 @@ class TrainingRun:
         requested = self.callbacks.take("should_evaluate")
         try:
             metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
-        except RolloutError as error:
+        except (RolloutError, RewardError) as error:
             self.evaluation_error = error
 
         number = self.state.iteration

@@ -24,7 +24,6 @@ response, so that a broken one fails within seconds.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
@@ -38,7 +37,14 @@ from typing import Any
 from fastppo.data.files import write_whole
 from fastppo.data.rows import DataError
 from fastppo.functional.scalars import counted, describe
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
+from fastppo.rewards.calling import (
+    CallOptions,
+    UserCodeError,
+    call,
+    place_of,
+    run_coroutine,
+    traceback_of,
+)
 
 StepRewards = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -292,7 +298,7 @@ def _finite(value: Any, where: str) -> float:
 def _call(function: Reward, samples: Samples) -> Any:
     """Call a reward with the arguments of its signature, and await a coroutine."""
     returned = _with_arguments(function, inspect.signature(function), samples)()
-    return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+    return run_coroutine(returned) if inspect.iscoroutine(returned) else returned
 
 
 def _with_arguments(

@@ -33,8 +33,8 @@ class StopRequest:
     """The requests of signals: to stop, or to write a checkpoint.
 
     Args:
-        world: the ranks of the run. They agree on the requests in `end_phase` and
-            `checkpoint_wanted`, and only there.
+        world: the ranks of the run. They agree on the requests in `end_phase`,
+            `is_stopping` and `checkpoint_wanted`, and only there.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -65,10 +65,14 @@ class StopRequest:
             self.stop = next((signum for signum, _ in heard if signum is not None), self.stop)
             self._save = any(save for _, save in heard)
 
+    def is_stopping(self) -> bool:
+        """Return whether the run stops."""
+        self._agree()
+        return self.stop is not None
+
     def end_phase(self) -> None:
         """Raise `PhaseEndedError` if the run stops. The iteration is discarded."""
-        self._agree()
-        if self.stop is not None:
+        if self.is_stopping():
             raise PhaseEndedError
 
     def checkpoint_wanted(self) -> bool:
@@ -102,7 +106,9 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
     def stop(signum: int, frame: Any) -> None:
         if os.getpid() != process:  # forked by a reward, such as a pool's worker
             signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+            # The run still needs it for the current phase: a terminal's Ctrl-C reaches both.
+            if signum != signal.SIGINT:
+                os.kill(os.getpid(), signum)
             return
         request.hear(signum)
         # A second one ends the process without waiting for Python code. SIGHUP comes twice from a

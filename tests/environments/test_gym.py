@@ -90,7 +90,8 @@ class Numbers:
 
 def test_an_action_of_several_numbers_is_the_list_of_the_turn() -> None:
     assert read_action(Numbers(), "I play [1,\n2].").tolist() == [1, 2]
-    for text in ("1, 2", "[1, 3]", "[1]", '["a", 2]', "[1, 2", 10_000 * "[" + 10_000 * "]"):
+    deep, large = 10_000 * "[" + 10_000 * "]", f"[1, {2**64}]"
+    for text in ("1, 2", "[1, 3]", "[1]", '["a", 2]', "[1, 2", deep, large):
         with pytest.raises(ValueError, match=r"expected JSON of MultiDiscrete\(\[3 3\]\)"):
             read_action(Numbers(), text)
 

@@ -78,6 +78,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
     """Two responses to each of two prompts."""
     ref = options.pop("ref", None)
     cut = options.pop("cut", [False] * 4)
+    score_scale = options.pop("score_scale", None)
     config = PPOConfig(
         advantage=kind,
         **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": "none", **options},
@@ -90,6 +91,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         old=GROUPED_OLD,
         ref_stats=ReferenceStats(ref),
         kl_coef=options.get("kl_coef", 0.0),
+        score_scale=score_scale,
     )
 
 
@@ -157,10 +159,28 @@ def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
 
 @pytest.mark.parametrize("whitening", ["none", "variance", "full"])
 def test_equal_scores_have_zero_advantages(whitening: str) -> None:
-    """Although their returns differ by position, and from the values."""
+    """Although they differ from the values."""
     same = torch.full((4,), 3.0)
-    options = {"whiten_advantages": whitening, "gamma": 0.9}
-    assert not _of_groups("reinforce", same, **options).advantages.any()
+    assert not _of_groups("reinforce", same, whiten_advantages=whitening).advantages.any()
+    assert not _made("gae", rewards=Scores(same[:3]), whiten_advantages=whitening).advantages.any()
+
+
+def test_with_a_discount_an_earlier_reward_is_a_signal() -> None:
+    """Equal scores of responses of 5, 3 and 1 tokens, and rewards that make up for the discount."""
+    same = torch.ones(3)
+    made = _made("reinforce", rewards=Scores(same), vf_coef=0.0, gamma=0.5)
+    wanted = [0.5**to_end for length in LENGTHS for to_end in range(length - 1, -1, -1)]
+    assert made.advantages.tolist() == pytest.approx(wanted)
+    as_early = Scores(2.0 ** torch.tensor([4.0, 2.0, 0.0]))
+    assert not _made("reinforce", rewards=as_early, vf_coef=0.0, gamma=0.5).advantages.any()
+
+
+def test_the_floor_is_not_compared_with_a_group_which_has_no_unit() -> None:
+    scale = ScoreScale()
+    scale.add(1000.0)
+    options = {"whiten_advantages": "variance", "score_scale": scale}
+    made = _of_groups("group", 1000 * GROUPED_SCORES, **options)
+    assert made.advantages.std().item() == pytest.approx(1.0, rel=1e-6)
 
 
 def test_one_outlier_does_not_hide_the_signal() -> None:
@@ -177,17 +197,7 @@ def test_one_outlier_does_not_hide_the_signal() -> None:
 def test_scores_that_vary_much_less_than_usual_are_no_signal() -> None:
     scale = ScoreScale()
     scale.add(100.0)
-    config = PPOConfig(advantage="reinforce", vf_coef=0.0)
-    made = make_advantages(
-        GROUPED,
-        Scores(GROUPED_SCORES),
-        config,
-        truncated=[False] * 4,
-        old=GROUPED_OLD,
-        ref_stats=ReferenceStats(None),
-        kl_coef=0.0,
-        score_scale=scale,
-    )
+    made = _of_groups("reinforce", whiten_advantages="full", score_scale=scale)
     assert not made.advantages.any()
     assert scale.recent == [100.0, pytest.approx(GROUPED_SCORES.std(correction=0).item())]
 

@@ -14,6 +14,7 @@ import tiny
 import torch
 
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl, why_ended
 from fastppo.run.report.report import write_report
@@ -40,7 +41,7 @@ def test_evaluations_follow_eval_interval(
     assert evaluated == {f"eval/{name}" for name in names} | {
         f"eval/greedy/{name}" for name in names
     }
-    assert lines[3]["eval/reward"] != lines[1]["eval/reward"]
+    assert lines[3]["eval/kl"] != lines[1]["eval/kl"]
     before = {name for name in lines[0] if name.startswith("before/")}
     assert before == {name.replace("eval/", "before/") for name in evaluated}
     assert lines[0]["before/kl"] == pytest.approx(0, abs=1e-5)
@@ -87,6 +88,18 @@ def test_evaluation_means_do_not_depend_on_the_batch_size(tmp_path: Path) -> Non
     assert metrics["eval/greedy/reward_error"] == pytest.approx(error, abs=1e-6)
     for name in ("reward", "reward_error"):
         assert metrics[f"eval/{name}"] == metrics[f"eval/greedy/{name}"]
+
+
+def test_the_parts_of_an_evaluation_have_their_own_random_numbers(tmp_path: Path) -> None:
+    """The same prompts get other responses in the second part."""
+    held_out = tmp_path / "same.jsonl"
+    held_out.write_text(8 * '{"prompt": "w1"}\n')
+    options = {"rollout_batch_size": 4, "eval_interval": 1, "iterations": 1}
+    trainer = make_trainer(tmp_path, eval_prompts=str(held_out), **options)
+    trainer.train()
+    lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
+    completions = [line["completion"] for line in lines]
+    assert completions[:4] != completions[4:]
 
 
 def test_a_single_prompt_has_no_standard_error(tmp_path: Path) -> None:
@@ -140,8 +153,9 @@ def test_an_evaluation_does_not_change_the_random_state(
     assert "the best so far" not in capsys.readouterr().err  # nor better than before training
 
 
+@pytest.mark.parametrize("kind", [RolloutError, RewardError])
 def test_a_failed_evaluation_ends_the_run_after_its_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"iterations": 3, "eval_interval": 2}
     uninterrupted = _trainer(tmp_path / "uninterrupted", **options)
@@ -149,13 +163,13 @@ def test_a_failed_evaluation_ends_the_run_after_its_iteration(
     parts = _trainer(tmp_path / "parts", **options)
     evaluate = parts.evaluate
 
-    def fail_after_updates(*args: Any) -> dict[str, Any]:
+    def fail_after_updates(*args: Any, **options: Any) -> dict[str, Any]:
         if parts.state.iteration:
-            raise RolloutError("it is gone")
-        return evaluate(*args)
+            raise kind("it is gone")
+        return evaluate(*args, **options)
 
     monkeypatch.setattr(parts, "evaluate", fail_after_updates)
-    with pytest.raises(RolloutError, match=r"it is gone; stopped after 2 of 3 .*checkpoint-000002"):
+    with pytest.raises(kind, match=r"it is gone; stopped after 2 of 3 .*checkpoint-000002"):
         parts.train()
     assert why_ended(parts.config.output_dir) == "it is gone"
     resumed = _trainer(tmp_path / "parts", **options, resume=True)

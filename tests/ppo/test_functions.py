@@ -29,6 +29,10 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+def text_lengths(prompts: list[str], completions: list[str]) -> list[float]:
+    return [len(completion) / 10 for completion in completions]
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
@@ -105,11 +109,12 @@ GAE = """def advantage(rewards, values, mask, *, cu_seqlens, gamma):
 
 
 def test_a_run_with_gae_as_a_function_is_the_built_in_run(tmp_path: Path) -> None:
-    """Policy and value function learn the same, to fp32 rounding."""
+    """Policy and value function learn the same, to fp32 rounding, while scores differ."""
     runs = []
+    options = {"rewards": [text_lengths], "iterations": 3, "value_head": "gradient"}
     for name in ("gae", f"{write(tmp_path / 'mine.py', GAE)}:advantage"):
         folder = tmp_path / name[-3:]
-        make_trainer(folder, advantage=name, iterations=3, value_head="gradient").train()
+        make_trainer(folder, advantage=name, **options).train()
         runs.append(metrics(folder))
     names = ("loss", "policy_loss", "value_loss", "grad_norm", "approx_kl", "explained_variance")
     for built_in, own in zip(*runs, strict=True):
@@ -127,6 +132,59 @@ def test_advantages_alone_leave_the_value_function_the_rewards_to_go(tmp_path: P
     experience = first_experience(trainer)
     assert torch.equal(experience.advantages, torch.linspace(-1, 1, len(experience.advantages)))
     assert torch.equal(experience.returns, experience.monte_carlo_returns)
+
+
+@pytest.mark.parametrize("whitening", ["full", "variance", "none"])
+def test_an_advantage_needs_no_rewards_that_differ(whitening: str, tmp_path: Path) -> None:
+    """Its source and its unit are its own: here a teacher's, in hundredths."""
+
+    def advantage(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        return torch.linspace(-1, 1, len(rewards)) / 100
+
+    options = {
+        "advantage": advantage,
+        "whiten_advantages": whitening,
+        "score_normalization": "none",
+    }
+    trainer = make_trainer(tmp_path, **options, rewards=[lambda prompts, completions: [1.0] * 16])
+    advantages = first_experience(trainer).advantages
+    wanted = torch.linspace(-1, 1, len(advantages)) / 100
+    if whitening != "none":
+        wanted = wanted / wanted.std()
+    torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-6)
+
+
+def test_an_advantage_gets_copies(tmp_path: Path) -> None:
+    change = 0
+
+    def advantage(
+        rewards: Tensor, values: Tensor, mask: Tensor, old_logprobs: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        for given in (rewards, values, old_logprobs, cu_seqlens):
+            given += change
+        return torch.linspace(-1, 1, len(rewards))
+
+    seen = []
+    for change in (0, 1):
+        experience = first_experience(make_trainer(tmp_path / str(change), advantage=advantage))
+        seen.append((experience.old_values, experience.old_logprobs, experience.batch.cu_seqlens))
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_nan_of_an_advantage_is_blamed_on_it(returns: bool, tmp_path: Path) -> None:
+    """It may occur in any iteration."""
+
+    def advantage(rewards: Tensor, values: Tensor, mask: Tensor) -> Any:
+        calls.append(rewards)
+        broken = torch.full_like(rewards, torch.nan if len(calls) > 1 else 0.0)
+        return (rewards, broken) if returns else broken
+
+    calls: list[Tensor] = []
+    trainer = make_trainer(tmp_path, advantage=advantage, value_head="gradient")
+    name = "returns" if returns else "advantages"
+    with pytest.raises(ValueError, match=rf"advantage\` \(.*: NaN or infinite {name} of"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,19 @@ def test_common_signatures_get_the_right_arguments(source: str) -> None:
     exec(source, names)
     samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]})
     assert score(RewardTerm("f", names["f"]), samples) == [5.0, 2.0]
+
+
+def test_a_coroutine_is_awaited_inside_a_running_loop() -> None:
+    """As in a notebook."""
+
+    async def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [len(c) for c in completions]
+
+    async def cell() -> Any:
+        return score(RewardTerm("reward", reward), Samples(PROMPTS, COMPLETIONS, {}))
+
+    assert asyncio.run(cell()) == [5.0, 2.0]
 
 
 def test_a_reward_gets_copies_of_its_arguments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import (
 )
 
 from fastppo.data.world import World
+from fastppo.ppo.checkpoints import export_checkpoint
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.callbacks import Arguments, Callbacks
 from runs import make_trainer, records
 
@@ -106,6 +109,19 @@ def test_a_callback_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     resumed = make_trainer(tmp_path, iterations=2, resume=True)
     resumed.train()
     assert [line["iteration"] for line in records(resumed)] == [0, 1]
+
+
+def test_a_callback_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
+    """Its checkpoint can be exported, and resumed."""
+    stops = Listener(on_train_begin="should_training_stop")
+    model = tiny.saved_model(tmp_path / "model")
+    config = PPOConfig(**tiny.options(tmp_path, model=model, iterations=2))
+    parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
+    assert PPOTrainer(config, **parts, callbacks=[stops]).train() == {}
+    assert not (tmp_path / "run" / "policy").exists()
+    export_checkpoint(tmp_path / "run" / "checkpoint-000000", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert PPOTrainer(replace(config, resume=True), **parts).train()["reward"] >= 0
 
 
 def test_a_callback_requests_a_checkpoint(tmp_path: Path) -> None:
