@@ -27,6 +27,7 @@ from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl
 from fastppo.stages.reward_model import load_classifier
 from runs import first_experience, make_trainer
@@ -188,6 +189,13 @@ class OddError(Exception):
         super().__init__(one)
 
 
+class OddEngineError(RolloutError):
+    """An error of a user's engine that cannot be unpickled."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one)
+
+
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {"eval_share": 0.25, "epochs": 2},
     "sft, one row": {"batch_size": 1, "gradient_accumulation": 2},
@@ -263,6 +271,7 @@ def gathered() -> dict[str, Any]:
         "first": world.on_main_rank(lambda: f"of {rank}"),
         "error": raises(ValueError("of 1")),
         "unpicklable": raises(OddError("of 1", "")),
+        "of an engine": raises(OddEngineError("of 1", "")),
     }
 
 

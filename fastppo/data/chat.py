@@ -29,6 +29,21 @@ def is_chat(value: Any) -> bool:
     )
 
 
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: a string, parts, or None as of a call of tools."""
+    if isinstance(content, (list, tuple)):
+        parts = [part if isinstance(part, dict) else {"text": part} for part in content]
+        return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+    return "" if content is None else str(content)
+
+
+def with_text(content: Any, text: str) -> Any:
+    """Return a message's content with a text appended, as a part if it has parts."""
+    if isinstance(content, (list, tuple)):
+        return [*content, {"type": "text", "text": text}]
+    return f"{text_of(content)}{text}"
+
+
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> str:
     """Apply the tokenizer's chat template.
 

@@ -88,10 +88,16 @@ class World:
             value = work()
         except Exception as raised:  # the other ranks are waiting
             error = raised
-        results = self.gather((value, None if error is None else _portable(error)))
+        portable = None if error is None else _portable(error)
+        results = self.gather((value, portable))
         for rank, (_, other_error) in enumerate(results):
-            if other_error is not None:
-                raise error if error is not None and rank == self.rank else other_error
+            if other_error is None:
+                continue
+            if rank != self.rank or portable is None:
+                raise other_error
+            if portable is error:
+                raise portable
+            raise portable from error
         return [result for result, _ in results]
 
     def on_main_rank(self, work: Callable[[], Result]) -> Result:
@@ -221,11 +227,15 @@ def _nothing() -> Any:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error itself if it can be pickled, else a RuntimeError with its message."""
-    try:
-        unpickled = pickle.loads(pickle.dumps(error))
-        if str(unpickled) == str(error):
-            return error
-    except Exception:  # depends on the error's class
-        pass
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    """Return the error itself if it can be pickled, else one of a base class with its message."""
+    message = f"{type(error).__name__}: {error}"
+    for kind in type(error).__mro__:
+        if kind is Exception:
+            break
+        try:
+            candidate = error if kind is type(error) else kind(message)
+            if str(pickle.loads(pickle.dumps(candidate))) == str(candidate):
+                return candidate
+        except Exception:  # depends on the error's class
+            continue
+    return RuntimeError(message)

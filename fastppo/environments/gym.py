@@ -209,12 +209,11 @@ def _read_json(space: Any, text: str) -> Any:
     found = re.search(r"\{.*\}" if isinstance(space, Mapping) else r"\[.*\]", text, re.DOTALL)
     try:
         action = _from_json(space, json.loads(found[0] if found else ""))
+        if space.contains(action):
+            return action
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        # no JSON, or not of this space
-        action = None
-    if action is None or not space.contains(action):
-        raise ValueError(f"expected JSON of {space}")
-    return action
+        pass  # no JSON, or not of this space
+    raise ValueError(f"expected JSON of {space}")
 
 
 def _from_json(space: Any, value: Any) -> Any:

@@ -27,7 +27,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.chat import is_chat, render_chat, with_text
 from fastppo.data.rows import DataError
 from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
 
@@ -134,7 +134,7 @@ class ToolFormat:
         first = messages[0]
         if first["role"] != "system":
             return [{"role": "system", "content": text}, *messages]
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": with_text(first["content"], f"\n\n{text}")}, *messages[1:]]
 
     def parse(self, prompt_ids: list[int], ids: list[int], text: str) -> ToolTurn:
         """Parse the calls of a turn.
@@ -253,7 +253,7 @@ class _Episode:
         self.environment = environment
         self.tools = tools
 
-    def reset(self, prompt: Any, **columns: Any) -> Any:
+    def reset(self, prompt: Any, /, **columns: Any) -> Any:
         """Return the prompt as messages, with the text that `reset` returned at its end."""
         return _append_text(prompt, self._bound_reset(prompt, columns)())
 
@@ -273,7 +273,7 @@ class _Episode:
 
     def _bound_reset(self, prompt: Any, columns: Mapping[str, Any]) -> Callable[[], Any]:
         reset = self.environment.reset
-        return functools.partial(reset, **keywords_for(reset, {"prompt": prompt, **columns}))
+        return functools.partial(reset, **keywords_for(reset, {**columns, "prompt": prompt}))
 
     def _answer(self, tool_call: ToolCall) -> dict[str, Any]:
         """Call a tool. Return its message."""
@@ -309,7 +309,7 @@ class _Episode:
 class _AsyncEpisode(_Episode):
     """An `_Episode` for classes with coroutine methods."""
 
-    async def reset(self, prompt: Any, **columns: Any) -> Any:
+    async def reset(self, prompt: Any, /, **columns: Any) -> Any:
         return _append_text(prompt, await _awaited(self._bound_reset(prompt, columns)()))
 
     async def step(self, turn: ToolTurn) -> Any:
@@ -343,7 +343,7 @@ def _append_text(prompt: Any, text: str | None) -> list[dict[str, Any]]:
     if not isinstance(text, str):
         raise TypeError(f"reset must return a text or None, got {type(text).__name__}")
     last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{last['content']}{text}"}]
+    return [*messages[:-1], {**last, "content": with_text(last["content"], text)}]
 
 
 def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float, bool]:

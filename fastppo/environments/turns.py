@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fastppo.data.chat import (
     encode_prompt,
     is_chat,
     render_chat,
+    text_of,
     token_ids,
 )
 from fastppo.data.files import write_whole
@@ -38,7 +40,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent, PolicyTurn
-from fastppo.environments.pool import Answer, EnvironmentPool, Failure
+from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening
 from fastppo.environments.tools import ToolFormat, Tools
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardError
@@ -242,24 +244,30 @@ class Turns:
         episodes = [Episode(prompt, ids, row_columns) for prompt, ids, row_columns in rows]
         openings = self._checked(self.environments.reset(prompts.prompts, columns), episodes)
         for row, episode in enumerate(episodes):
-            opening = openings[row]
-            if opening is not None:
-                if self.tool_format is not None:
-                    opening = self.tool_format.opening(opening)
-                where = f"environment {self.name!r}, what reset returned"
-                episode.prompt = opening
-                episode.prompt_ids = encode_prompt(
-                    opening, self.tokenizer, where, **self._template_options
-                )
-            episode.turns = as_turns(episode.prompt, "prompt" if opening is None else ENVIRONMENT)
-            if len(episode.prompt_ids) + max_new_tokens > self.context:
-                raise DataError(
-                    f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
-                    f"tokens, which leave no room for a turn of {max_new_tokens}"
-                )
-            if is_chat(episode.prompt):
-                episode.prompt = copy.deepcopy(list(episode.prompt))
+            with self._saving(episode):
+                self._begin(episode, openings[row], max_new_tokens)
         return episodes
+
+    def _begin(self, episode: Episode, opening: Any, max_new_tokens: int) -> None:
+        """Begin an episode with what `reset` returned."""
+        if isinstance(opening, str):
+            opening = as_opening(opening, episode.prompt)
+        if opening is not None:
+            if self.tool_format is not None:
+                opening = self.tool_format.opening(opening)
+            where = f"environment {self.name!r}, what reset returned"
+            episode.prompt = opening
+            episode.prompt_ids = encode_prompt(
+                opening, self.tokenizer, where, **self._template_options
+            )
+        episode.turns = as_turns(episode.prompt, "prompt" if opening is None else ENVIRONMENT)
+        if len(episode.prompt_ids) + max_new_tokens > self.context:
+            raise DataError(
+                f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
+                f"tokens, which leave no room for a turn of {max_new_tokens}"
+            )
+        if is_chat(episode.prompt):
+            episode.prompt = copy.deepcopy(list(episode.prompt))
 
     @property
     def _template_options(self) -> dict[str, Any]:
@@ -281,7 +289,8 @@ class Turns:
             episode.finish_reason = FINISHED
             return
         # Also after the last turn: V_next is the value at the observation.
-        ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
+        with self._saving(episode):
+            ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
         episode.turns += as_turns(answer.observation, ENVIRONMENT)
         if self.tool_format is not None:
@@ -336,10 +345,23 @@ class Turns:
         failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
         if not failed:
             return answers
-        episode = episodes[failed[0]]
         failure: Failure = answers[failed[0]]
-        saved = self.world.on_main_rank(lambda: self._save(episode, failure))
+        saved = self._saved(episodes[failed[0]], failure)
         raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
+
+    @contextmanager
+    def _saving(self, episode: Episode) -> Iterator[None]:
+        """Save the episode, and raise RewardError, if its text cannot be used."""
+        try:
+            yield
+        except DataError as error:
+            saved = self._saved(episode, Failure(str(error)))
+            raise RewardError(f"{error}{saved}") from error
+
+    def _saved(self, episode: Episode, failure: Failure) -> str:
+        """Save a failed episode once."""
+        saved: str = self.world.on_main_rank(lambda: self._save(episode, failure))
+        return saved
 
     def _save(self, episode: Episode, failure: Failure) -> str:
         """Write a failed episode. Return the end of the message, which names the file."""
@@ -364,7 +386,7 @@ def as_turns(read: Any, role: str) -> list[dict[str, Any]]:
     """Convert a text or messages to entries of `Rollout.turns`."""
     if isinstance(read, str):
         return [{"role": role, "text": read}]
-    return [{"role": message["role"], "text": message["content"]} for message in read]
+    return [{"role": message["role"], "text": text_of(message["content"])} for message in read]
 
 
 def _rollout(episodes: Sequence[Episode]) -> Rollout:

@@ -210,8 +210,10 @@ def _discounted_scores(rewarded: RewardedBatch, scores: Scores, options: PPOConf
 
 def _of_responses(by_token: Tensor, rewarded: RewardedBatch) -> Tensor:
     """Return the entry of each response's first token, [B]. An empty response has its reward."""
+    if len(by_token) == 0:
+        return rewarded.last.to(by_token.dtype)
     starts = rewarded.batch.cu_seqlens
-    at_first = by_token[starts[:-1].clamp(max=max(0, len(by_token) - 1))]
+    at_first = by_token[starts[:-1].clamp(max=len(by_token) - 1)]
     return torch.where(starts.diff() > 0, at_first, rewarded.last.to(at_first.dtype))
 
 
@@ -234,7 +236,9 @@ def _with_signal(
     else:
         size = advantages.square().mean().sqrt()
     if options.whiten_advantages == "variance" and len(advantages) > 1:
-        advantages = advantages * (advantages.var() + WHITEN_EPSILON).rsqrt()
+        variance = advantages.var()
+        scaled = advantages * (variance + WHITEN_EPSILON).rsqrt()
+        advantages = torch.where(variance <= ROUNDING**2, advantages, scaled)
     # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
     if totals is None:
@@ -323,7 +327,7 @@ def _own_estimates(
         function,
         shaped_rewards(rewarded),
         rewarded.values.clone(),  # the function may work in place
-        cu_seqlens=rewarded.batch.cu_seqlens.clone(),
+        cu_seqlens=rewarded.batch.cu_seqlens,
         old_logprobs=rewarded.old_logprobs.clone(),
         ref_logprobs=None if rewarded.ref_logprobs is None else rewarded.ref_logprobs.clone(),
         samples_per_prompt=options.samples_per_prompt,
@@ -344,22 +348,24 @@ def own_advantages(
         offered: keywords that the function may name.
 
     Raises:
-        ValueError: the function takes other arguments, or returns something else, or NaN.
+        ValueError: the function takes other arguments, or returns something else, or NaN or
+            infinity without having got any.
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
+    tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
+    is_given_finite = all(x.isfinite().all() for x in tensors)
     result = call_by_name("advantage", function, first, offered)
     results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    checked = [
-        check_per_token("advantage", function, name, value, rewards)
-        for name, value in zip(("advantages", "returns"), results, strict=False)
-    ]
-    for name, value in zip(("advantages", "returns"), checked, strict=False):
-        if not value.isfinite().all():
-            count = int((~value.isfinite()).sum())
+    checked = []
+    for name, value in zip(("advantages", "returns"), results, strict=False):
+        value = check_per_token("advantage", function, name, value, rewards)
+        invalid = int((~value.isfinite()).sum())
+        if invalid and is_given_finite:  # otherwise it is not the function's fault
             raise ValueError(
-                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
                 f"{len(value)} tokens"
             )
+        checked.append(value)
     return checked[0], checked[1] if len(checked) == 2 else None
 
 

@@ -77,12 +77,7 @@ class EntropyControl:
         return self.accumulated if self.is_low else 0.0
 
     def update(self, entropy: float) -> None:
-        """Adapt the coefficient to the mean entropy of an update, nats per token.
-
-        An entropy of 0, of an update without tokens in its loss, changes nothing.
-        """
-        if entropy == 0:
-            return
+        """Adapt the coefficient to the mean entropy of an update, nats per token."""
         self.is_low = entropy <= self.target
         moved = self.accumulated + (ENTROPY_STEP if self.is_low else -ENTROPY_STEP)
         self.accumulated = min(max(moved, 0.0), LARGEST_ENTROPY_COEF)

@@ -102,19 +102,25 @@ class RunState:
         return options
 
     def move_coefficients(
-        self, metrics: Mapping[str, float], sequences: int, options: PPOConfig
+        self,
+        metrics: Mapping[str, float],
+        sequences: int,
+        options: PPOConfig,
+        *,
+        has_loss: bool = True,
     ) -> None:
         """Update β of the KL in the reward, and the coefficient of the entropy.
 
         Args:
             metrics: `entropy`, and with a reference `kl`, the mean in nats per sequence.
             sequences: number of sequences in the mean.
+            has_loss: whether the loss had a token, without which there is no entropy.
         """
         if self.is_value_warmup(options):
             return
         if "kl" in metrics:
             self.kl_control.update(metrics["kl"], sequences)
-        if self.entropy_control is not None:
+        if self.entropy_control is not None and has_loss:
             self.entropy_control.update(metrics["entropy"])
 
     def count_still(self, approx_kl: float, options: PPOConfig) -> int:

@@ -253,7 +253,9 @@ class PPOTrainer:
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
         with timer("update"), self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_coefficients(metrics, len(experience), options)
+        self.state.move_coefficients(
+            metrics, len(experience), options, has_loss=experience.has_loss
+        )
 
         metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
@@ -616,7 +618,9 @@ class PPOTrainer:
         )
         with self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_coefficients(metrics, len(experience), options)
+        self.state.move_coefficients(
+            metrics, len(experience), options, has_loss=experience.has_loss
+        )
         metrics["reward"] = given.scores.total.mean().item()
         metrics |= rollout_health(given.rollout.written_tokens, given.scores.total)
         self.reporter.watch(self.state, metrics)

@@ -148,7 +148,7 @@ class TrainingRun:
         except Exception as error:
             log.failed(error)
             if self.world.is_main and self.state.iteration:
-                with suppress(OSError, ValueError):  # the run's own error matters more
+                with suppress(Exception):  # the run's own error matters more
                     write_report(self.run_dir)
             if isinstance(error, (RolloutError, RewardError)) and self.checkpoints.newest:
                 how_far = f"stopped{self.checkpoints.how_far()}"
@@ -203,6 +203,8 @@ class TrainingRun:
                 self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
+                    if self.stop_request.is_stopping():
+                        break
                     raise self.evaluation_error
         self.checkpoints.finish()
         if self._is_short:

@@ -117,9 +117,13 @@ class Scores:
             metrics["reward_std"] = total.std(correction=0).item()
         means = {name: scored.mean for name, scored in self._by_metric.items()}
         metrics |= {name: mean for name, mean in means.items() if mean is not None}
-        for scored in self.terms.values():
-            if scored.disagreement is not None:
-                metrics["ensemble_disagreement"] = sum(scored.disagreement) / len(scored)
+        disagreements = [
+            sum(scored.disagreement) / len(scored)
+            for scored in self.terms.values()
+            if scored.disagreement is not None
+        ]
+        if disagreements:
+            metrics["ensemble_disagreement"] = max(disagreements)
         return metrics
 
     @property

@@ -87,7 +87,12 @@ class StopRequest:
 def stopping_at_once() -> Iterator[None]:
     """Raise `Stopped` at the first signal in the block: there is nothing to save yet."""
 
+    process = os.getpid()
+
     def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:
+            _end_worker(signum)
+            return
         raise Stopped(signum)
 
     def nothing_to_save(signum: int, frame: Any) -> None:
@@ -104,11 +109,8 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
     process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
-        if os.getpid() != process:  # forked by a reward, such as a pool's worker
-            signal.signal(signum, signal.SIG_DFL)
-            # The run still needs it for the current phase: a terminal's Ctrl-C reaches both.
-            if signum != signal.SIGINT:
-                os.kill(os.getpid(), signum)
+        if os.getpid() != process:
+            _end_worker(signum)
             return
         request.hear(signum)
         # A second one ends the process without waiting for Python code. SIGHUP comes twice from a
@@ -128,6 +130,16 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
 
     with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
         yield request
+
+
+def _end_worker(signum: int) -> None:
+    """End this process, forked by a reward, such as a pool's worker; but not by the first SIGINT.
+
+    A terminal's Ctrl-C reaches all processes, and the run needs the worker to end its phase.
+    """
+    signal.signal(signum, signal.SIG_DFL)
+    if signum != signal.SIGINT:
+        os.kill(os.getpid(), signum)
 
 
 @contextmanager

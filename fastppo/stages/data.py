@@ -76,6 +76,8 @@ def load_data(
 def split_by_prompt(rows: Sequence[Any], prompts: Sequence[Any], share: float, seed: int) -> Split:
     """Hold out all rows of randomly drawn prompts, so that the two parts share no prompt.
 
+    Prompts with more rows than are still wanted stay in the training part.
+
     Args:
         rows, prompts: of equal length; prompts are strings or chat messages.
         share: share of the rows to hold out, in [0, 1).
@@ -93,10 +95,13 @@ def split_by_prompt(rows: Sequence[Any], prompts: Sequence[Any], share: float, s
     wanted = max(1, round(share * len(rows)))
     held_rows = 0
     for key in order:
-        if held_rows >= wanted:
-            break
-        held_keys.add(key)
-        held_rows += counts[key]
+        if held_rows + counts[key] <= wanted:
+            held_keys.add(key)
+            held_rows += counts[key]
+    if not held_keys:
+        fewest = min(order, key=lambda key: counts[key])
+        held_keys.add(fewest)
+        held_rows = counts[fewest]
     if held_rows == len(rows):
         raise DataError(
             f"{len(rows)} rows of {len(order)} prompts cannot be split by prompt with "

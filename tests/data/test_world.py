@@ -44,6 +44,7 @@ def test_ranks_gather_rows_values_and_errors(tmp_path: Path) -> None:
         "first": "of 0",
         "error": "ValueError: of 1",
         "unpicklable": "RuntimeError: OddError: of 1",
+        "of an engine": "RolloutError: OddEngineError: of 1",
     }
 
 

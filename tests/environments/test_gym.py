@@ -113,6 +113,15 @@ def test_an_action_of_several_parts_is_the_object_of_the_turn() -> None:
             read_action(space, text)
 
 
+def test_a_space_that_raises_does_not_contain_the_action() -> None:
+    class Small(Numbers):
+        def contains(self, action: Any) -> bool:
+            raise OverflowError("Python integer out of bounds")
+
+    with pytest.raises(ValueError, match="expected JSON of"):
+        read_action(Small(), "[1, 2]")
+
+
 def test_discrete_actions_may_not_start_at_zero() -> None:
     assert read_action(SimpleNamespace(n=2, start=1, shape=()), "2") == 2
     assert read_action(SimpleNamespace(n=3, start=-1), "go -1") == -1

@@ -10,6 +10,7 @@ import pytest
 import tiny
 from environments import Scripted
 
+from fastppo.data.chat import with_text
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
@@ -69,6 +70,7 @@ def _run(
     max_turns: int = 4,
     count: int = 1,
     say: Any = lambda sentence: None,
+    columns: dict[str, list[Any]] | None = None,
 ) -> tuple[Rollout, list[str]]:
     """Return the episodes, and the first one's context before each turn."""
     tokenizer = tiny.byte_tokenizer()
@@ -83,7 +85,8 @@ def _run(
         term.function, tokenizer, max_turns=max_turns, options=CallOptions(say=say)
     )
     messages = [{"role": "user", "content": "Hello."}]
-    prompts = Prompts([messages] * count, [[1]] * count, {"item": ["tea"] * count})
+    columns = columns or {"item": ["tea"] * count}
+    prompts = Prompts([messages] * count, [[1]] * count, columns)
     sampling = Sampling(max_new_tokens=200, stop_token_ids=(EOS,))
     _, rollout = episode_runner.run(prompts, engine, sampling)
     return rollout, [tokenizer.decode(asked[0]) for asked in engine.asked]
@@ -158,6 +161,25 @@ def test_an_episode_without_further_turns_gets_the_reward() -> None:
     rollout, _ = _run(Shop, [_call('{"item": "tea"}')], max_turns=1)
     assert rollout.rewards is not None
     assert sum(rollout.rewards[0]) == 1.0
+
+
+def test_a_text_is_appended_as_a_part_to_a_message_of_parts() -> None:
+    part, more = {"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}
+    assert with_text([part], " w2") == [part, more]
+    assert with_text(None, "w2") == "w2"
+    assert with_text("w1", " w2") == "w1 w2"
+
+
+def test_a_column_may_be_named_prompt() -> None:
+    heard = []
+
+    class Asked(Shop):
+        def reset(self, prompt: Any, **columns: Any) -> str:
+            heard.append((prompt, columns))
+            return super().reset(**columns)
+
+    _run(Asked, ["Yes."], columns={"prompt": ["another"], "item": ["tea"]})
+    assert heard[-1] == ([{"role": "user", "content": "Hello."}], {"item": "tea"})
 
 
 def test_a_reset_that_returns_no_text_is_an_error() -> None:

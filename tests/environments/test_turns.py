@@ -14,10 +14,9 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.pool import EnvironmentPool
-from fastppo.environments.turns import OneTurn, Turns
+from fastppo.environments.turns import OneTurn, Turns, as_turns
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, RolloutError, Sampling
 
@@ -302,8 +301,50 @@ def test_an_invalid_observation_is_refused(observation, says) -> None:
         def step(self, text: str) -> Any:
             return observation, 0.0, False
 
-    with pytest.raises(DataError, match=f"an observation: .*{says}"):
+    with pytest.raises(RewardError, match=f"an observation: .*{says}"):
         _run(Odd, [[7, 1]])
+
+
+def test_an_episode_without_room_is_saved(tmp_path: Path) -> None:
+    failed = tmp_path / "failed_episode.json"
+    says = r"an episode begins with 2 tokens, .*episode saved to .*failed_episode.json"
+    with pytest.raises(RewardError, match=says):
+        _run(Echo, [[7, 1]], context=5, failure_file=failed)
+    assert json.loads(failed.read_text())["prompt"] == "w1 w2"
+
+
+def test_a_text_of_reset_is_a_user_message_after_a_chat() -> None:
+    """After the system message, as an observation would be."""
+    chat = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]
+
+    class Opening(Echo):
+        turns = 1
+
+        def reset(self, prompt: Any) -> str:
+            self.turns_heard = []
+            return "w30"
+
+    tokenizer = tiny.tokenizer(chat=True)
+    engine = Scripted([[7, 1]], stop=(1,))
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    Turns(Opening, tokenizer, max_turns=1).run(Prompts([chat], [[4]], {}), engine, sampling)
+    messages = [chat[0], {"role": "user", "content": "w30"}]
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert engine.asked[0] == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}], "w1 w2"),
+        ([{"type": "image"}], "[image]"),
+        (None, ""),
+        ("w1", "w1"),
+    ],
+)
+def test_turns_have_texts(content: Any, text: str) -> None:
+    """Of messages with parts, and of those without content, such as calls of tools."""
+    assert as_turns([{"role": "user", "content": content}], "x") == [{"role": "user", "text": text}]
 
 
 def test_a_partial_of_a_class_has_the_name_of_the_class() -> None:

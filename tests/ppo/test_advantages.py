@@ -183,6 +183,20 @@ def test_the_floor_is_not_compared_with_a_group_which_has_no_unit() -> None:
     assert made.advantages.std().item() == pytest.approx(1.0, rel=1e-6)
 
 
+def test_constant_advantages_are_not_scaled_by_their_variance() -> None:
+    """Rounding would be its only source."""
+    made = _made(
+        "reinforce",
+        rewards=Scores(torch.zeros(3), within=torch.zeros(9), has_rewards=False),
+        whiten_advantages="variance",
+        vf_coef=0.0,
+        ref=OLD.logprobs + 1.0,
+        kl_coef=1.0,
+        gamma=0.0,
+    )
+    torch.testing.assert_close(made.advantages, torch.ones(9))
+
+
 def test_one_outlier_does_not_hide_the_signal() -> None:
     scale = ScoreScale()
     for deviation in (300.0, 0.3, 0.3):

@@ -158,16 +158,18 @@ def test_an_advantage_gets_copies(tmp_path: Path) -> None:
     change = 0
 
     def advantage(
-        rewards: Tensor, values: Tensor, mask: Tensor, old_logprobs: Tensor, cu_seqlens: Tensor
+        rewards: Tensor, values: Tensor, mask: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor
     ) -> Tensor:
-        for given in (rewards, values, old_logprobs, cu_seqlens):
+        for given in (rewards, values, old_logprobs, ref_logprobs):
             given += change
         return torch.linspace(-1, 1, len(rewards))
 
     seen = []
+    options = {"advantage": advantage, "kl_loss_coef": 0.1}
     for change in (0, 1):
-        experience = first_experience(make_trainer(tmp_path / str(change), advantage=advantage))
-        seen.append((experience.old_values, experience.old_logprobs, experience.batch.cu_seqlens))
+        experience = first_experience(make_trainer(tmp_path / str(change), **options))
+        assert experience.ref_logprobs is not None
+        seen.append((experience.old_values, experience.old_logprobs, experience.ref_logprobs))
     assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import published_formulas as paper
@@ -73,11 +72,3 @@ def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
         coef = min(coef + 0.005, 1.0) if entropy <= 1.5 else max(coef - 0.005, 0.0)
         last = entropy
     assert {0.0, 1.0} < applied
-
-
-def test_an_update_without_tokens_in_its_loss_leaves_the_entropy_coefficient() -> None:
-    control = EntropyControl(0.01, target=1.5)
-    control.update(2.0)
-    before = replace(control)
-    control.update(0.0)
-    assert control == before

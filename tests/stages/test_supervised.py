@@ -42,6 +42,15 @@ def test_a_share_of_0_holds_nothing_out_and_a_small_one_one_prompt() -> None:
     assert len(split_by_prompt(range(50), range(50), 0.001, seed=0).held_out) == 1
 
 
+def test_a_frequent_prompt_stays_in_training() -> None:
+    """Unless every prompt has more rows than are wanted: then the rarest is held out."""
+    prompts = ["often"] * 180 + [f"w{i}" for i in range(20)]
+    for seed in range(12):
+        assert len(split_by_prompt(prompts, prompts, 0.05, seed).held_out) == 10
+    prompts = ["a"] * 60 + ["b"] * 40
+    assert set(split_by_prompt(prompts, prompts, 0.05, seed=0).held_out) == {"b"}
+
+
 def test_the_length_of_a_row_is_limited_by_the_context() -> None:
     model = tiny.model()
     assert row_limit(model, None) == tiny.CONTEXT

@@ -69,7 +69,10 @@ def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, float]]]:
-    """Return the charts of all panels with data, and (name, value) of constant metrics."""
+    """Return the charts of all panels with data, and (name, value) of constant metrics.
+
+    The first group is the overview.
+    """
     records = with_initial_evaluation(records)
     constants = _constants(records)
     groups = []
@@ -78,7 +81,7 @@ def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, 
         charts = [chart for panel in panels if (chart := _panel(panel, records, folded))]
         if heading == "Reward":
             charts = _gold_and_proxy(records) + charts
-        if charts:
+        if charts or heading == OVERVIEW:
             groups.append((heading, charts))
     return groups, list(constants.items())
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from fastppo.data.chat import is_chat, text_of
 from fastppo.data.files import write_whole
 from fastppo.functional.scalars import counted
 from fastppo.run.log import read_jsonl
@@ -262,6 +263,7 @@ def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
     prompt = sample.get("prompt")
     turns = sample.get("turns", [])
     messages = prompt if isinstance(prompt, list) and not turns else []
-    if not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in messages):
+    if not is_chat(messages):
         messages = []
+    messages = [{**message, "content": text_of(message["content"])} for message in messages]
     return sample | {"messages": messages, "turns": turns}

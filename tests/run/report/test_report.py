@@ -344,6 +344,25 @@ def test_a_chat_is_shown_as_turns(run: Path) -> None:
     assert "{&#39;role&#39;" not in html
 
 
+def test_a_chat_of_parts_is_shown_as_text(run: Path) -> None:
+    sample = json.loads((run / "samples.jsonl").read_text())
+    parts = [{"type": "text", "text": "Hello"}, {"type": "image"}]
+    sample["prompt"] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+    ]
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    html = write_report(run).read_text()
+    assert "Hello[image]" in html
+    assert "{&#39;type&#39;" not in html
+
+
+def test_a_run_that_diverged_at_first_has_a_report(run: Path) -> None:
+    record = {"iteration": 0, "skipped_steps": 5.0, "warnings": ["stopped: not finite"]}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert "stopped: not finite" in write_report(run).read_text()
+
+
 def test_an_episode_is_shown_as_turns_with_their_rewards(run: Path) -> None:
     turns = [
         {"role": "system", "text": "Be <b>brief</b>."},
