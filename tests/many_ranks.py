@@ -189,11 +189,18 @@ class OddError(Exception):
         super().__init__(one)
 
 
-class OddEngineError(RolloutError):
+class Details:
+    """A mixin with another constructor."""
+
+    def __init__(self, one: str) -> None:
+        self.one = one
+
+
+class OddEngineError(Details, RolloutError):
     """An error of a user's engine that cannot be unpickled."""
 
     def __init__(self, one: str, other: str) -> None:
-        super().__init__(one)
+        RolloutError.__init__(self, one)
 
 
 STAGES: dict[str, dict[str, Any]] = {

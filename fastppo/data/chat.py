@@ -32,9 +32,20 @@ def is_chat(value: Any) -> bool:
 def text_of(content: Any) -> str:
     """Return the text of a message's content: a string, parts, or None as of a call of tools."""
     if isinstance(content, (list, tuple)):
-        parts = [part if isinstance(part, dict) else {"text": part} for part in content]
-        return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+        return "".join(map(_text_of_part, content))
     return "" if content is None else str(content)
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    text = part.get("text")  # None in rows of Parquet that have another type
+    return f"[{part.get('type')}]" if text is None else str(text)
+
+
+def encodable(content: Any) -> Any:
+    """Replace lone surrogates in a text, which a policy may write in JSON and tokenizers refuse."""
+    return content.encode(errors="replace").decode() if isinstance(content, str) else content
 
 
 def with_text(content: Any, text: str) -> Any:

@@ -232,9 +232,12 @@ def _portable(error: Exception) -> Exception:
     for kind in type(error).__mro__:
         if kind is Exception:
             break
+        if not issubclass(kind, Exception):  # a mixin
+            continue
         try:
             candidate = error if kind is type(error) else kind(message)
-            if str(pickle.loads(pickle.dumps(candidate))) == str(candidate):
+            unpickled = pickle.loads(pickle.dumps(candidate))
+            if isinstance(unpickled, kind) and str(unpickled) == str(candidate):
                 return candidate
         except Exception:  # depends on the error's class
             continue

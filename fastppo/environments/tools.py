@@ -27,7 +27,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastppo.data.chat import is_chat, render_chat, with_text
+from fastppo.data.chat import encodable, is_chat, render_chat, with_text
 from fastppo.data.rows import DataError
 from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
 
@@ -355,15 +355,10 @@ def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float
 def _message(name: str, returned: Any, outcome: str) -> dict[str, Any]:
     return {
         "role": "tool",
-        "name": _encodable(name),
-        "content": _encodable(str(returned)),
+        "name": encodable(name),
+        "content": encodable(str(returned)),
         "outcome": outcome,
     }
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a policy may write in JSON and tokenizers refuse."""
-    return text.encode(errors="replace").decode()
 
 
 def _error(name: str, sentence: str, outcome: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastppo.data.chat import (
     decode_completions,
+    encodable,
     encode_prompt,
     is_chat,
     render_chat,
@@ -195,8 +196,8 @@ class Turns:
 
         Raises:
             RewardError: an environment raised, exceeded its time limit, or returned an invalid
-                answer. Its episode is written to `failure_file` first.
-            DataError: the chat template does not accept an observation.
+                answer, or one that the chat template does not accept. Its episode is written to
+                `failure_file` first.
         """
         episodes = self._open(prompts, sampling.max_new_tokens)
         for turn in range(1, self.max_turns + 1):
@@ -250,12 +251,16 @@ class Turns:
 
     def _begin(self, episode: Episode, opening: Any, max_new_tokens: int) -> None:
         """Begin an episode with what `reset` returned."""
+        where = f"environment {self.name!r}, what reset returned"
         if isinstance(opening, str):
-            opening = as_opening(opening, episode.prompt)
+            if not opening.strip():
+                raise DataError(f"{where}: the prompt is empty")
+            opening = as_opening(encodable(opening), episode.prompt)
+        elif opening is not None:
+            opening = [{**m, "content": encodable(m["content"])} for m in opening]
         if opening is not None:
             if self.tool_format is not None:
                 opening = self.tool_format.opening(opening)
-            where = f"environment {self.name!r}, what reset returned"
             episode.prompt = opening
             episode.prompt_ids = encode_prompt(
                 opening, self.tokenizer, where, **self._template_options
@@ -311,7 +316,7 @@ class Turns:
             text = observation
         else:
             raise DataError(f"{where}: it must be a text because the prompt is one, got messages")
-        ids = token_ids(self.tokenizer, text)
+        ids = token_ids(self.tokenizer, encodable(text))
         if not ids:
             raise DataError(f"{where}: it has no tokens")
         return ids

@@ -203,7 +203,8 @@ class TrainingRun:
                 self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
-                    if self.stop_request.is_stopping():
+                    if self.stop_request.is_stopping() and self._is_short:
+                        self.trainer.say(f"the evaluation failed: {self.evaluation_error}")
                         break
                     raise self.evaluation_error
         self.checkpoints.finish()

@@ -8,6 +8,7 @@ ignored at the start, as under `nohup`, stays ignored.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -93,6 +94,8 @@ def stopping_at_once() -> Iterator[None]:
         if os.getpid() != process:
             _end_worker(signum)
             return
+        for worker in multiprocessing.active_children():  # Python waits for them at its end
+            worker.terminate()
         raise Stopped(signum)
 
     def nothing_to_save(signum: int, frame: Any) -> None:

@@ -76,7 +76,8 @@ def load_data(
 def split_by_prompt(rows: Sequence[Any], prompts: Sequence[Any], share: float, seed: int) -> Split:
     """Hold out all rows of randomly drawn prompts, so that the two parts share no prompt.
 
-    Prompts with more rows than are still wanted stay in the training part.
+    Prompts with more rows than are still wanted stay in the training part, unless one of them
+    brings the held-out part closer to its share.
 
     Args:
         rows, prompts: of equal length; prompts are strings or chat messages.
@@ -98,10 +99,13 @@ def split_by_prompt(rows: Sequence[Any], prompts: Sequence[Any], share: float, s
         if held_rows + counts[key] <= wanted:
             held_keys.add(key)
             held_rows += counts[key]
-    if not held_keys:
-        fewest = min(order, key=lambda key: counts[key])
+    larger = [key for key in order if key not in held_keys]
+    fewest = min(larger, key=lambda key: counts[key], default="")
+    more = held_rows + counts[fewest]
+    is_closer = more < len(rows) and abs(more - wanted) < wanted - held_rows
+    if is_closer or not held_keys:
         held_keys.add(fewest)
-        held_rows = counts[fewest]
+        held_rows = more
     if held_rows == len(rows):
         raise DataError(
             f"{len(rows)} rows of {len(order)} prompts cannot be split by prompt with "

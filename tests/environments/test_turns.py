@@ -313,6 +313,34 @@ def test_an_episode_without_room_is_saved(tmp_path: Path) -> None:
     assert json.loads(failed.read_text())["prompt"] == "w1 w2"
 
 
+def test_texts_that_no_tokenizer_takes_are_replaced() -> None:
+    """Lone surrogates, which an environment may have from a policy's JSON."""
+
+    class Broken(Echo):
+        def reset(self, prompt: str) -> str:
+            self.turns_heard = []
+            return "w3 \ud83d"
+
+        def step(self, text: str) -> Any:
+            super().step(text)
+            return "w9 \ud83d", 0.0, len(self.turns_heard) == 2
+
+    _, _, engine = _run(Broken, [[7, 1], [7, 1]])
+    tokenizer = tiny.tokenizer()
+    opening, observation = (tokenizer(f"{word} ?")["input_ids"] for word in ("w3", "w9"))
+    assert [asked[0] for asked in engine.asked] == [opening, [*opening, 7, 1, *observation]]
+
+
+@pytest.mark.parametrize("opening", ["", "  "])
+def test_an_empty_text_of_reset_is_refused(opening: str) -> None:
+    class Empty(Echo):
+        def reset(self, prompt: Any) -> str:
+            return opening
+
+    with pytest.raises(RewardError, match="what reset returned: the prompt is empty"):
+        _run(Empty, [[7, 1]])
+
+
 def test_a_text_of_reset_is_a_user_message_after_a_chat() -> None:
     """After the system message, as an observation would be."""
     chat = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]
@@ -337,7 +365,7 @@ def test_a_text_of_reset_is_a_user_message_after_a_chat() -> None:
     ("content", "text"),
     [
         ([{"type": "text", "text": "w1"}, {"type": "text", "text": " w2"}], "w1 w2"),
-        ([{"type": "image"}], "[image]"),
+        ([{"type": "image"}, {"type": "image", "text": None}], "[image][image]"),
         (None, ""),
         ("w1", "w1"),
     ],

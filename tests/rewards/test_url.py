@@ -160,6 +160,18 @@ def test_a_reply_is_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(server.requests) == 2  # not repeated
 
 
+def test_a_reply_that_is_cut_off_is_requested_again(server: Server) -> None:
+    status, whole = server.lengths({"completions": COMPLETIONS})
+
+    def cut_at_first(body: Any) -> tuple[int, bytes]:
+        server.headers = {"Content-Length": str(len(whole)), "Connection": "close"}
+        return status, whole[: 5 if len(server.requests) == 1 else None]
+
+    server.answer = cut_at_first
+    assert URLReward(server.url)(PROMPTS, COMPLETIONS) == [1, 2, 3]
+    assert len(server.requests) == 2
+
+
 def test_the_token_is_sent_over_https_only(server: Server, monkeypatch) -> None:
     monkeypatch.setenv(url.TOKEN, "secret")
     URLReward(server.url)(PROMPTS, COMPLETIONS)

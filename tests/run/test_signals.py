@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
+from processes import FORKSERVER
 
 from fastppo.run.signals import STOPPING, PhaseEndedError, listening, stopping_at_once
 from fastppo.stopped import Stopped
@@ -70,6 +72,16 @@ def test_a_forked_process_works_on_after_the_first_ctrl_c(handling: Any) -> None
         os.close(writer)
         assert os.read(reader, 8) == b"works on"
         assert os.waitpid(child, 0)[1] == signal.SIGINT
+
+
+def test_before_training_the_first_signal_ends_the_workers() -> None:
+    """Python waits for them at its end."""
+    worker = FORKSERVER.Process(target=time.sleep, args=(1000,), daemon=True)
+    worker.start()
+    with pytest.raises(Stopped), stopping_at_once():
+        _send(signal.SIGINT)
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGTERM
 
 
 def test_a_checkpoint_is_requested_once() -> None:

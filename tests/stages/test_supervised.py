@@ -49,6 +49,8 @@ def test_a_frequent_prompt_stays_in_training() -> None:
         assert len(split_by_prompt(prompts, prompts, 0.05, seed).held_out) == 10
     prompts = ["a"] * 60 + ["b"] * 40
     assert set(split_by_prompt(prompts, prompts, 0.05, seed=0).held_out) == {"b"}
+    prompts = ["a"] * 100 + ["b"] * 100 + ["c"] * 100 + ["d"]
+    assert len(split_by_prompt(prompts, prompts, 0.2, seed=0).held_out) == 101
 
 
 def test_the_length_of_a_row_is_limited_by_the_context() -> None:

@@ -23,7 +23,7 @@ from fastppo.data import fingerprint
 from fastppo.data.addresses import is_address, load_prompts
 from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
 from fastppo.data.prompts import Prompts, encode_prompts
-from fastppo.data.rows import Rows, column_names, load_rows
+from fastppo.data.rows import DataError, Rows, column_names, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent
@@ -507,7 +507,7 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> FirstTurn | None:
 
     Raises:
         RewardError: the environment raised, or returned an invalid answer.
-        DataError: the chat template does not accept an observation.
+        DataError: the chat template does not accept an observation, or there is no room for a turn.
     """
     term = inputs.rewards.environment
     if term is None or isinstance(term.function, Agent) or inputs.prompts is None:
@@ -526,6 +526,8 @@ def try_environment(config: PPOConfig, inputs: RunInputs) -> FirstTurn | None:
             inputs.prompts.select([0]), engine, Sampling(config.max_new_tokens)
         )
     except RewardError as error:
+        if isinstance(error.__cause__, DataError):
+            raise error.__cause__ from None
         expected = "" if isinstance(term.function, Tools) else f": {EXPECTED}"
         raise RewardError(
             f"{error}; it was tried with a made-up turn, before anything is loaded{expected}"
