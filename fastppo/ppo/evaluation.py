@@ -215,7 +215,7 @@ class Evaluation:
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
-            result = trainer.evaluate(part, sampling, self.scorer, first=begin)
+            result = evaluate_policy(trainer, part, sampling, self.scorer, first=begin)
             applying = result["scores"].counts
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):

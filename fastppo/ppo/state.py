@@ -106,7 +106,6 @@ class RunState:
         metrics: Mapping[str, float],
         sequences: int,
         options: PPOConfig,
-        *,
         has_loss: bool = True,
     ) -> None:
         """Update β of the KL in the reward, and the coefficient of the entropy.

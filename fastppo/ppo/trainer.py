@@ -253,9 +253,7 @@ class PPOTrainer:
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
         with timer("update"), self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_coefficients(
-            metrics, len(experience), options, has_loss=experience.has_loss
-        )
+        self.state.move_coefficients(metrics, len(experience), options, experience.has_loss)
 
         metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
@@ -618,9 +616,7 @@ class PPOTrainer:
         )
         with self.engine_released():
             metrics |= self.update(experience, options)
-        self.state.move_coefficients(
-            metrics, len(experience), options, has_loss=experience.has_loss
-        )
+        self.state.move_coefficients(metrics, len(experience), options, experience.has_loss)
         metrics["reward"] = given.scores.total.mean().item()
         metrics |= rollout_health(given.rollout.written_tokens, given.scores.total)
         self.reporter.watch(self.state, metrics)
@@ -631,15 +627,10 @@ class PPOTrainer:
     # ------------------------------------------------------------------------ evaluating and saving
 
     def evaluate(
-        self,
-        prompts: Prompts,
-        sampling: Sampling | None = None,
-        scorer: Scorer | None = None,
-        *,
-        first: int = 0,
+        self, prompts: Prompts, sampling: Sampling | None = None, scorer: Scorer | None = None
     ) -> dict[str, Any]:
         """Generate and score responses without learning; see `evaluate_policy`."""
-        return evaluate_policy(self, prompts, sampling or self.sampling, scorer, first=first)
+        return evaluate_policy(self, prompts, sampling or self.sampling, scorer)
 
     def completions(
         self, prompts: Prompts, rollout: Rollout, max_count: int | None = None

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 
+from fastppo.ppo import evaluation
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
@@ -161,14 +162,14 @@ def test_a_failed_evaluation_ends_the_run_after_its_iteration(
     uninterrupted = _trainer(tmp_path / "uninterrupted", **options)
     uninterrupted.train()
     parts = _trainer(tmp_path / "parts", **options)
-    evaluate = parts.evaluate
+    evaluate = evaluation.evaluate_policy
 
     def fail_after_updates(*args: Any, **options: Any) -> dict[str, Any]:
         if parts.state.iteration:
             raise kind("it is gone")
         return evaluate(*args, **options)
 
-    monkeypatch.setattr(parts, "evaluate", fail_after_updates)
+    monkeypatch.setattr(evaluation, "evaluate_policy", fail_after_updates)
     with pytest.raises(kind, match=r"it is gone; stopped after 2 of 3 .*checkpoint-000002"):
         parts.train()
     assert why_ended(parts.config.output_dir) == "it is gone"

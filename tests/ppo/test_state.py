@@ -230,7 +230,7 @@ def test_the_entropy_coefficient_follows_its_target_and_resumes() -> None:
     resumed = RunState.of(options)
     resumed.load_state_dict(state.state_dict())
     assert resumed.entropy_control == state.entropy_control
-    resumed.move_coefficients({"entropy": 0.0}, 16, options, has_loss=False)
+    resumed.move_coefficients({"entropy": 0.0}, 16, options, False)
     assert resumed.entropy_control.is_low == state.entropy_control.is_low
     resumed.move_coefficients({"entropy": 1.6}, 16, options)
     assert resumed.begin_iteration(options.at(2)).entropy_coef == 0
