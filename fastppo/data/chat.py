@@ -30,7 +30,7 @@ def is_chat(value: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, parts, or None as of a call of tools."""
+    """Return the text of a message's content: a string, parts, or None."""
     if isinstance(content, (list, tuple)):
         return "".join(map(_text_of_part, content))
     return "" if content is None else str(content)

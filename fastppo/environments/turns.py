@@ -351,7 +351,7 @@ class Turns:
         if not failed:
             return answers
         failure: Failure = answers[failed[0]]
-        saved = self._saved(episodes[failed[0]], failure)
+        saved = self._save(episodes[failed[0]], failure)
         raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
 
     @contextmanager
@@ -360,15 +360,15 @@ class Turns:
         try:
             yield
         except DataError as error:
-            saved = self._saved(episode, Failure(str(error)))
+            saved = self._save(episode, Failure(str(error)))
             raise RewardError(f"{error}{saved}") from error
 
-    def _saved(self, episode: Episode, failure: Failure) -> str:
-        """Save a failed episode once."""
-        saved: str = self.world.on_main_rank(lambda: self._save(episode, failure))
+    def _save(self, episode: Episode, failure: Failure) -> str:
+        """Write a failed episode on the first rank. Return the end of the error message."""
+        saved: str = self.world.on_main_rank(lambda: self._write(episode, failure))
         return saved
 
-    def _save(self, episode: Episode, failure: Failure) -> str:
+    def _write(self, episode: Episode, failure: Failure) -> str:
         """Write a failed episode. Return the end of the message, which names the file."""
         if self.failure_file is None:
             return ""

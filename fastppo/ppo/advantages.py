@@ -167,20 +167,18 @@ def make_advantages(
     learned = estimates.advantages
     spread = estimates.spread
     in_loss: slice | Tensor = slice(None)
-    totals = _discounted_scores(rewarded, scores, options)
+    totals = _discounted_scores(rewarded, scores, options) if is_score_the_signal else None
     if masks:
         finished = ~torch.tensor(truncated)
         if not finished.any():
             nothing = torch.zeros_like(learned)
             return estimates._replace(advantages=nothing, spread=nothing.sum())
         in_loss = on_device(finished.repeat_interleave(batch.written_lengths), batch.device)
-        totals = totals[finished]
+        totals = None if totals is None else totals[finished]
         spread = learned[in_loss].std(correction=0)
         learned = _whitened(learned[in_loss], options)
     advantages = torch.zeros_like(estimates.advantages)
-    advantages[in_loss] = _with_signal(
-        learned, spread, totals if is_score_the_signal else None, options, score_scale
-    )
+    advantages[in_loss] = _with_signal(learned, spread, totals, options, score_scale)
     return estimates._replace(advantages=advantages, spread=spread)
 
 

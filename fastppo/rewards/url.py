@@ -126,7 +126,7 @@ class URLReward:
                 with self._open(request, timeout=self.timeout) as response:
                     reply = response.read(LONGEST_REPLY + 1)
                 if len(reply) <= LONGEST_REPLY:
-                    if response.length:  # `read(n)` does not complain of what is missing
+                    if response.length:  # `read(n)` returns a cut-off reply without an error
                         raise http.client.IncompleteRead(reply, response.length)
                     return reply
                 failure = f"answered more than {LONGEST_REPLY // 2**20} MiB"

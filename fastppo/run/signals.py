@@ -136,9 +136,9 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
 
 
 def _end_worker(signum: int) -> None:
-    """End this process, forked by a reward, such as a pool's worker; but not by the first SIGINT.
+    """End this forked process of a reward, such as a pool's worker, except at its first SIGINT.
 
-    A terminal's Ctrl-C reaches all processes, and the run needs the worker to end its phase.
+    A terminal sends Ctrl-C to all processes, and the run needs its workers to end the phase.
     """
     signal.signal(signum, signal.SIG_DFL)
     if signum != signal.SIGINT:
