@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl, why_ended
 from fastppo.run.report.report import write_report
+from fastppo.stopped import Stopped
 from runs import make_trainer, records
 
 
@@ -180,6 +183,25 @@ def test_a_failed_evaluation_ends_the_run_after_its_iteration(
     ]
     assert rewards[0] == rewards[1]
     assert all(map(torch.equal, uninterrupted.model.parameters(), resumed.model.parameters()))
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_failed_evaluation_of_a_run_that_stops_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = _trainer(tmp_path, iterations=3, eval_interval=1)
+    evaluate = evaluation.evaluate_policy
+
+    def fail_after_updates(*args: Any, **options: Any) -> dict[str, Any]:
+        if records(trainer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RewardError("it is gone")
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(evaluation, "evaluate_policy", fail_after_updates)
+    with pytest.raises(Stopped, match="stopped by SIGTERM after 2 of 3"):
+        trainer.train()
+    assert "the evaluation failed: it is gone" in capsys.readouterr().err
 
 
 def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:

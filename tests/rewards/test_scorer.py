@@ -96,6 +96,11 @@ def test_metrics_are_means_over_the_batch() -> None:
     }
 
 
+def test_the_largest_disagreement_of_several_ensembles_is_reported() -> None:
+    terms = {name: Scored([1.0], None, [spread]) for name, spread in (("a", 2.0), ("b", 1.0))}
+    assert Scores(torch.ones(1), terms=terms).metrics()["ensemble_disagreement"] == 2.0
+
+
 # --------------------------------------------------------------------------------------- the scorer
 
 
