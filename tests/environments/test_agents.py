@@ -32,7 +32,7 @@ from runs import make_trainer, records
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("uvicorn", reason="the package uvicorn is not installed")
 
-AGENTS = f"chat:{Path(__file__).parents[1] / 'chat_agent.py'}"
+AGENTS = f"chat:{Path(__file__).parents[1] / 'helpers' / 'chat_agent.py'}"
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] | replace('user', 'w20') | replace('assistant', 'w21')"
     " | replace('system', 'w22') }} {{ m['content'] }} <eos> {% endfor %}"

@@ -20,7 +20,7 @@ from fastppo.rollout import Rollout, Sampling
 
 pytest.importorskip("mcp", reason="the package mcp is not installed")
 
-SERVER = Path(__file__).parents[1] / "mcp_server.py"
+SERVER = Path(__file__).parents[1] / "helpers" / "mcp_server.py"
 COMMAND = f"mcp:{sys.executable} {SERVER}"
 EOS = 0
 TEMPLATE = (

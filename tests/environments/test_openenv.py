@@ -21,7 +21,7 @@ from fastppo.environments.loading import load_environment
 pytest.importorskip("openenv")
 pytestmark = pytest.mark.slow
 
-SERVER = Path(__file__).parents[1] / "openenv_server.py"
+SERVER = Path(__file__).parents[1] / "helpers" / "openenv_server.py"
 
 
 def _free_port() -> int:

@@ -38,7 +38,7 @@ def case_of(field: str, name: str) -> str:
     for case, given in TERMS.items():
         if given.get(field, default) == name and given.keys() <= {field, *SCALARS}:
             return case
-    raise AssertionError(f"tests/rows.py has no case of {name!r}")
+    raise AssertionError(f"tests/helpers/rows.py has no case of {name!r}")
 
 
 def computed(backend: str, given: dict[str, Any]) -> PPORows:
@@ -137,7 +137,7 @@ def test_a_probability_that_rounds_to_1_has_a_small_divergence(backend: str) -> 
 def test_each_policy_term_is_an_objective_drawn_and_documented(name: str) -> None:
     batch = draws.batch((6,), 11)
     drawn = {draws.options(batch, term).get("objective", "clip") for term in draws.TERMS}
-    assert name in drawn, "tests/draws.py"
+    assert name in drawn, "tests/helpers/draws.py"
     assert PPOConfig(objective=name).objective == name
     assert re.search(rf"^\|[^|]*`{name}`", (DOCS / "definitions.md").read_text(), re.MULTILINE)
     assert re.search(rf"^\|.*`objective: {name}`", (DOCS / "ppo.md").read_text(), re.MULTILINE)
@@ -147,6 +147,6 @@ def test_each_policy_term_is_an_objective_drawn_and_documented(name: str) -> Non
 def test_each_estimator_is_drawn_and_documented(name: str) -> None:
     batch = draws.batch((6,), 11)
     drawn = {draws.options(batch, term).get("kl_estimator") for term in draws.TERMS}
-    assert name in drawn, "tests/draws.py"
+    assert name in drawn, "tests/helpers/draws.py"
     assert re.search(rf"^\|[^|]*`{name}`", (DOCS / "definitions.md").read_text(), re.MULTILINE)
     assert re.search(rf"^\| {name} \|", (DOCS / "ppo.md").read_text(), re.MULTILINE)

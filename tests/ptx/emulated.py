@@ -5,7 +5,7 @@
 The launchers run on CPU tensors, and `emulate.py` executes the PTX that Triton compiles for them.
 Each case runs under several orders of programs, warps and stores, and must
 
-- agree with the definition in fp64, within the tolerances of `tests/rows.py`;
+- agree with the definition in fp64, within the tolerances of `tests/helpers/rows.py`;
 - give the same bits under every order, with and without contraction of multiply and add, and
   correct results with the hardware's documented errors of approximate instructions (three cases
   with cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checkout, even if another version is installed.
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "helpers")]
 
 import emulate
 import torch
