@@ -142,7 +142,7 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
         return MicrobatchPlan([batch] if rows else [], world, len(batch), batch.response_count)
     order = torch.cat(rows)
     place = torch.argsort(order)
-    lengths = batch.written_lengths
+    lengths = batch.generated_lengths
     begin = starts(lengths[order])[place]
     own = assignment.ranks[world.rank]
     own_rows = torch.cat(own) if own else torch.arange(0)

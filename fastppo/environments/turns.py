@@ -70,7 +70,7 @@ class Episode:
     columns: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
     """The response: turns and observations."""
-    written: list[bool] = field(default_factory=list)
+    response_mask: list[bool] = field(default_factory=list)
     """Whether the policy wrote each token."""
     rewards: list[float] = field(default_factory=list)
     """Reward of each token that the policy wrote."""
@@ -96,14 +96,14 @@ class Episode:
         last = self.turns[-1]
         if self.finish_reason != TRUNCATED or last["role"] != POLICY:
             return None
-        written = len(list(itertools.takewhile(bool, reversed(self.written))))
-        return PolicyTurn(last["text"], len(self.conversation) - written, written)
+        generated = len(list(itertools.takewhile(bool, reversed(self.response_mask))))
+        return PolicyTurn(last["text"], len(self.conversation) - generated, generated)
 
     def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
         """Append a turn of the policy. A truncated turn ends the episode."""
         tokens = rollout.tokens[row]
         self.tokens += tokens
-        self.written += [True] * len(tokens)
+        self.response_mask += [True] * len(tokens)
         self.rewards += [0.0] * len(tokens)
         self.turns.append({"role": POLICY, "text": text, "reward": 0.0})
         for name in BY_TOKEN:
@@ -125,7 +125,7 @@ class Episode:
         """Append tokens of an observation, up to the limit of the context."""
         fitting = list(ids)[: max(0, limit - len(self.conversation))]
         self.tokens += fitting
-        self.written += [False] * len(fitting)
+        self.response_mask += [False] * len(fitting)
 
 
 class OneTurn:
@@ -408,7 +408,7 @@ def _rollout(episodes: Sequence[Episode]) -> Rollout:
     return Rollout(
         [episode.tokens for episode in episodes],
         [episode.finish_reason or OUT_OF_TURNS for episode in episodes],
-        written=[episode.written for episode in episodes],
+        response_mask=[episode.response_mask for episode in episodes],
         rewards=[episode.rewards for episode in episodes],
         turns=[episode.turns for episode in episodes],
         versions=versions or None,

@@ -173,7 +173,7 @@ def make_advantages(
         if not finished.any():
             nothing = torch.zeros_like(learned)
             return estimates._replace(advantages=nothing, spread=nothing.sum())
-        in_loss = on_device(finished.repeat_interleave(batch.written_lengths), batch.device)
+        in_loss = on_device(finished.repeat_interleave(batch.generated_lengths), batch.device)
         totals = None if totals is None else totals[finished]
         spread = learned[in_loss].std(correction=0)
         learned = _whitened(learned[in_loss], options)
@@ -270,7 +270,7 @@ def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvan
         lam = 1.0
     elif options.lam_alpha is not None:
         # λ = 1 − 1/(α·length) per response, Yue et al. 2025 (VAPO).
-        lengths = rewarded.batch.written_lengths.to(rewarded.batch.device).float().clamp(min=1)
+        lengths = rewarded.batch.generated_lengths.to(rewarded.batch.device).float().clamp(min=1)
         lam = (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
     result = _token_gae(rewarded, options, lam=lam, whiten=options.whiten_advantages == "full")
     returns = result.returns

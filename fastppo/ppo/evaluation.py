@@ -78,7 +78,7 @@ def evaluate_policy(
     ):
         prompts, rollout = trainer.episode_runner.run(prompts, trainer.engine, sampling)
         scores = trainer.score(prompts, rollout, options, scorer)
-    batch = Batch.of(prompts.token_ids, rollout.tokens, trainer.device, rollout.written)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, trainer.device, rollout.response_mask)
 
     def policy_means(limits: Limits) -> dict[str, float]:
         plan = split(batch, limits, trainer.world)
@@ -253,7 +253,7 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
         "completion": result["completions"][row],
         "reward": scores.total[row].item(),
         "rewards": rewards,
-        "tokens": rollout.written_lengths[row],
+        "tokens": rollout.generated_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
         **rollout.turns_record(row),
     }

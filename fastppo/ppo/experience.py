@@ -73,7 +73,7 @@ class Experience:
 
     def select(self, rows: Tensor) -> Experience:
         """Select sequences by `rows`, [k] int64 on the CPU, in that order."""
-        lengths = self.batch.written_lengths
+        lengths = self.batch.generated_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         per_token = {name: value[index] for name, value in self._per_token().items()}
         masked = None if self.masked is None else self.masked[rows]
@@ -96,7 +96,7 @@ class Experience:
         """
         sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
         shuffled = self.select(order)
-        lengths = shuffled.batch.written_lengths
+        lengths = shuffled.batch.generated_lengths
         per_token = {
             name: split_packed(value, lengths, sizes)
             for name, value in shuffled._per_token().items()
@@ -129,7 +129,7 @@ class Experience:
 
     def weighted(self, aggregation: str) -> Experience:
         """Return a copy with each token's weight in a loss over the whole batch."""
-        weights = token_weights(self.batch.written_lengths, aggregation, self.masked)
+        weights = token_weights(self.batch.generated_lengths, aggregation, self.masked)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def _per_token(self) -> dict[str, Tensor]:

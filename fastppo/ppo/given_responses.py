@@ -16,7 +16,7 @@ from torch import Tensor
 from fastppo.data.chat import encode_prompt, is_chat, token_ids
 from fastppo.functional.scalars import describe
 from fastppo.ppo.old_policy import GivenPolicy
-from fastppo.rewards.placing import written_token_rewards
+from fastppo.rewards.placing import generated_token_rewards
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout
 
@@ -78,12 +78,12 @@ def given_responses(
     if finish_reasons is None:
         has_ended = [not ids or ids[-1] in stop_token_ids for ids in response_ids]
         finish_reasons = [FINISHED if ended else TRUNCATED for ended in has_ended]
-    written = None
+    response_mask = None
     if masks is None:
         check_ends(response_ids, stop_token_ids)
     else:
-        written = _masks(masks, response_ids)
-    rollout = Rollout(response_ids, list(finish_reasons), written=written)
+        response_mask = _masks(masks, response_ids)
+    rollout = Rollout(response_ids, list(finish_reasons), response_mask=response_mask)
     check_responses(prompt_ids, rollout, vocabulary=vocabulary, context=context)
     total = torch.as_tensor(scores, dtype=torch.float32, device="cpu")
     if total.shape != (len(prompts),):
@@ -94,15 +94,17 @@ def given_responses(
     if token_rewards is not None:
         rewards = _rows("token_rewards", token_rewards, response_ids)
         _finite_numbers("token_rewards", rewards)
-        if written is not None:
-            rewards = [written_token_rewards(*pair) for pair in zip(rewards, written, strict=True)]
+        if response_mask is not None:
+            rewards = [
+                generated_token_rewards(*pair) for pair in zip(rewards, response_mask, strict=True)
+            ]
         within = _finite_numbers("token_rewards", rewards)
     policy = GivenPolicy(
         _policy_values("old_logprobs", old_logprobs, rollout),
         _policy_values("values", values, rollout),
     )
     return GivenResponses(
-        prompt_ids, rollout, Scores(total, within, rollout.written_lengths), policy
+        prompt_ids, rollout, Scores(total, within, rollout.generated_lengths), policy
     )
 
 
@@ -158,9 +160,9 @@ def _policy_values(name: str, values: TokenRows | None, rollout: Rollout) -> Ten
     if values is None:
         return None
     rows = _rows(name, values, rollout.tokens)
-    if rollout.written is not None:
-        pairs = zip(rows, rollout.written, strict=True)
-        rows = [list(itertools.compress(row, written)) for row, written in pairs]
+    if rollout.response_mask is not None:
+        pairs = zip(rows, rollout.response_mask, strict=True)
+        rows = [list(itertools.compress(row, response_mask)) for row, response_mask in pairs]
     return _finite_numbers(name, rows)
 
 

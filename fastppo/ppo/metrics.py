@@ -256,7 +256,7 @@ def experience_metrics(
     """
     batch = experience.batch
     metrics = {
-        "response_length": batch.written_lengths.float().mean().to(batch.device),
+        "response_length": batch.generated_lengths.float().mean().to(batch.device),
         "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:
@@ -355,7 +355,7 @@ def response_metrics(
 
 def length_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the shortest and the longest response, and the mean of finished ones, in tokens."""
-    lengths = rollout.written_lengths
+    lengths = rollout.generated_lengths
     if not lengths:
         return {}
     metrics = {
@@ -385,7 +385,7 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
     """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
     count = max(1, len(rollout.tokens))
-    is_turn = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
+    is_turn = [key for row in rollout.response_mask or () for key, _ in itertools.groupby(row)]
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
     calls = {}
@@ -403,7 +403,7 @@ def sample_records(
     kl_by_response = None
     if experience.ref_logprobs is not None:
         token_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        kl_by_response = token_kl.split(rollout.written_lengths)
+        kl_by_response = token_kl.split(rollout.generated_lengths)
     totals = scores.total.tolist()
     return [
         {
@@ -413,7 +413,7 @@ def sample_records(
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},
             "monitors": {name: scored.or_none[i] for name, scored in scores.monitors.items()},
             "kl": None if kl_by_response is None else kl_by_response[i].sum().item(),
-            "tokens": rollout.written_lengths[i],
+            "tokens": rollout.generated_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
             **rollout.turns_record(i),
         }

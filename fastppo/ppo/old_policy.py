@@ -47,7 +47,7 @@ class OldPolicy(NamedTuple):
     """[B], value after each sequence's last token, used for truncated responses."""
     importance_weights: Tensor | None = None
     """[N]; None if the sampler is the policy."""
-    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
+    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
 
 
 class GivenPolicy(NamedTuple):
@@ -126,7 +126,7 @@ def read_old_policy(
     if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
         return old
     sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
-    lengths = torch.tensor(rollout.written_lengths, device=device)
+    lengths = torch.tensor(rollout.generated_lengths, device=device)
     weights, metrics = importance(old.logprobs, sampler_logprobs, lengths, options)
     if sampling.is_restricted:
         metrics |= excluded(old.logprobs, sampler_logprobs)

@@ -257,7 +257,7 @@ class PPOTrainer:
 
         metrics |= response_metrics(scores, rollout, metrics, options.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
-        metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)
+        metrics |= rollout_health(rollout.generated_tokens, scores.total, scores.monitors)
         return Iteration(metrics, responses, experience, drawn)
 
     def score(
@@ -265,7 +265,9 @@ class PPOTrainer:
     ) -> Scores:
         """Return the rewards of the responses: their weighted sum, minus the penalties."""
         completions = self.completions(prompts, rollout)
-        scores = (scorer or self.scorer)(prompts, completions, rollout.tokens, rollout.written)
+        scores = (scorer or self.scorer)(
+            prompts, completions, rollout.tokens, rollout.response_mask
+        )
         scores = scores.add_term("environment", rollout.rewards)
         return scores.with_eos_penalty(rollout.truncated, options.missing_eos_penalty)
 
@@ -287,8 +289,8 @@ class PPOTrainer:
         Returns:
             (the update's data, metrics).
         """
-        batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
-        token_scores = scores.total.repeat_interleave(batch.written_lengths).to(self.device)
+        batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.response_mask)
+        token_scores = scores.total.repeat_interleave(batch.generated_lengths).to(self.device)
         score_metrics = successes_per_minibatch(scores.total, options.minibatches)
         scores = scores.normalized(
             options.score_normalization, options.score_clip, self.state.score_scale
@@ -618,7 +620,7 @@ class PPOTrainer:
             metrics |= self.update(experience, options)
         self.state.move_coefficients(metrics, len(experience), options, experience.has_loss)
         metrics["reward"] = given.scores.total.mean().item()
-        metrics |= rollout_health(given.rollout.written_tokens, given.scores.total)
+        metrics |= rollout_health(given.rollout.generated_tokens, given.scores.total)
         self.reporter.watch(self.state, metrics)
         self.state.iteration += 1
         self.state.raise_if_stopped()

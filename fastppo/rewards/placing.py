@@ -79,15 +79,15 @@ def token_rewards(
     return rewards
 
 
-def written_token_rewards(rewards: Sequence[float], written: Sequence[bool]) -> list[float]:
+def generated_token_rewards(rewards: Sequence[float], response_mask: Sequence[bool]) -> list[float]:
     """Return the rewards of the tokens that the policy wrote.
 
-    The reward of any other token moves to the last written token before it, or else to the first
+    The reward of any other token moves to the last generated token before it, or else to the first
     one after it.
     """
-    result = [0.0] * sum(written)
-    written_so_far = 0
-    for reward, is_written in zip(rewards, written, strict=True):
-        written_so_far += is_written
-        result[max(written_so_far - 1, 0)] += reward
+    result = [0.0] * sum(response_mask)
+    generated_so_far = 0
+    for reward, is_generated in zip(rewards, response_mask, strict=True):
+        generated_so_far += is_generated
+        result[max(generated_so_far - 1, 0)] += reward
     return result

@@ -88,7 +88,7 @@ class Rollout:
     """Each [length], of the state before each token."""
     final_values: Tensor | None = None
     """[B], of the state after the last token of a truncated response; 0 for the others."""
-    written: list[list[bool]] | None = None
+    response_mask: list[list[bool]] | None = None
     """Each [length], True on tokens of the policy and False on those of an environment; None means
     all True. The per-token fields above have entries only for tokens of the policy."""
     rewards: list[list[float]] | None = None
@@ -107,18 +107,20 @@ class Rollout:
         return [len(tokens) for tokens in self.tokens]
 
     @property
-    def written_lengths(self) -> list[int]:
+    def generated_lengths(self) -> list[int]:
         """[B] number of tokens of the policy."""
-        return self.lengths if self.written is None else [sum(row) for row in self.written]
+        return (
+            self.lengths if self.response_mask is None else [sum(row) for row in self.response_mask]
+        )
 
     @property
-    def written_tokens(self) -> list[list[int]]:
+    def generated_tokens(self) -> list[list[int]]:
         """[B] the tokens of the policy."""
-        if self.written is None:
+        if self.response_mask is None:
             return self.tokens
         return [
-            list(itertools.compress(tokens, written))
-            for tokens, written in zip(self.tokens, self.written, strict=True)
+            list(itertools.compress(tokens, mask))
+            for tokens, mask in zip(self.tokens, self.response_mask, strict=True)
         ]
 
     @property

@@ -41,8 +41,8 @@ def test_an_empty_response_has_a_final_position_only() -> None:
 
 
 def test_tokens_not_written_by_the_policy_are_read_but_not_packed() -> None:
-    written = [[True, False, True], [True], [False, True]]
-    batch = Batch.of(PROMPTS, RESPONSES, written=written)
+    mask = [[True, False, True], [True], [False, True]]
+    batch = Batch.of(PROMPTS, RESPONSES, response_mask=mask)
     assert batch.tokens.tolist() == BATCH.tokens.tolist()
     assert batch.layout().input_ids.tolist() == BATCH.layout().input_ids.tolist()
     assert batch.layout().final.tolist() == BATCH.layout().final.tolist()
@@ -52,12 +52,12 @@ def test_tokens_not_written_by_the_policy_are_read_but_not_packed() -> None:
     assert batch.packed_layout().predicting.tolist() == [1, 3, 5, 10]
     part = batch.select(torch.tensor([2, 0]))
     assert part.response_tokens.tolist() == [3, 1, 4]
-    assert part.written_lengths.tolist() == [1, 2]
+    assert part.generated_lengths.tolist() == [1, 2]
     assert part.packed_layout().predicting.tolist() == [3, 6, 8]
 
 
 @pytest.mark.parametrize(
-    ("written", "counts", "lengths"),
+    ("mask", "counts", "lengths"),
     [
         ([[1, 1, 1], [1], [1, 1]], [1, 1, 1], [3, 1, 2]),
         ([[1, 0, 1], [1], [0, 1]], [2, 1, 1], [1, 1, 1, 1]),
@@ -66,9 +66,9 @@ def test_tokens_not_written_by_the_policy_are_read_but_not_packed() -> None:
         ([[1, 1, 0], [0], [1, 0]], [1, 0, 1], [2, 1]),
     ],
 )
-def test_a_turn_is_a_run_of_written_tokens_within_one_response(written, counts, lengths) -> None:
-    masks = [[bool(flag) for flag in row] for row in written]
-    actual = Batch.of(PROMPTS, RESPONSES, written=masks).turns()
+def test_a_turn_is_a_run_of_generated_tokens_within_one_response(mask, counts, lengths) -> None:
+    masks = [[bool(flag) for flag in row] for row in mask]
+    actual = Batch.of(PROMPTS, RESPONSES, response_mask=masks).turns()
     assert [tensor.tolist() for tensor in actual] == [counts, lengths]
     if all(map(all, masks)):
         assert [tensor.tolist() for tensor in BATCH.turns()] == [counts, lengths]

@@ -79,19 +79,19 @@ def test_tokens_and_logprobs_are_the_decoders() -> None:
     episode_runner.close()
 
     assert rollout.sampler_logprobs is not None
-    assert rollout.written is not None
+    assert rollout.response_mask is not None
     for row, tokens in enumerate(rollout.tokens):
         ids = torch.tensor([prompts.token_ids[row] + tokens])
         with torch.no_grad():
             logprobs = policy.causal_lm(ids).logits.log_softmax(-1)[0, -len(tokens) - 1 : -1]
-        expected = logprobs[torch.arange(len(tokens)), tokens][rollout.written[row]]
+        expected = logprobs[torch.arange(len(tokens)), tokens][rollout.response_mask[row]]
         torch.testing.assert_close(rollout.sampler_logprobs[row], expected)
 
     assert rollout.turns is not None
     for row, turns in enumerate(rollout.turns):
         drawn = [turn["text"] for turn in turns if turn["role"] == "policy"]
         assert drawn == [text for text, _ in heard[f"n{row}"]]
-        written = _tokenizer().decode(rollout.written_tokens[row], skip_special_tokens=True)
+        written = _tokenizer().decode(rollout.generated_tokens[row], skip_special_tokens=True)
         assert written.split() == " ".join(drawn).split()
         assert sum(rollout.rewards[row]) == len(drawn)
     assert "stop" in rollout.finish_reasons
@@ -104,7 +104,9 @@ def test_a_conversation_is_one_response() -> None:
     assert prompts.token_ids == [[USER, 8, EOS, ASSISTANT]]
     between = [[USER, 12, EOS, ASSISTANT], [USER, 13, EOS, ASSISTANT]]
     assert rollout.tokens == [[7, EOS, *between[0], 10, 10, EOS, *between[1], 10, EOS]]
-    assert rollout.written == [[True] * 2 + [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2]
+    assert rollout.response_mask == [
+        [True] * 2 + [False] * 4 + [True] * 3 + [False] * 4 + [True] * 2
+    ]
     assert rollout.rewards == [[0.0] * 6 + [3 / 12]]
     assert rollout.finish_reasons == ["stop"]
 

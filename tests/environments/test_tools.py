@@ -100,8 +100,8 @@ def test_methods_are_called_and_answered_by_messages() -> None:
     assert read == [opening, f"{opening}{two}<eos>{answers}"]
 
     tokenizer = tiny.byte_tokenizer()
-    (written,) = rollout.written or ()
-    theirs = [token for token, own in zip(rollout.tokens[0], written, strict=True) if not own]
+    (mask,) = rollout.response_mask or ()
+    theirs = [token for token, own in zip(rollout.tokens[0], mask, strict=True) if not own]
     assert tokenizer.decode(theirs) == answers
     assert rollout.calls == [["answered", "answered"]]
     assert rollout.finish_reasons == ["stop"]

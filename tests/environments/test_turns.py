@@ -59,7 +59,7 @@ def test_observations_are_between_the_turns() -> None:
         [[4, 5, 7, 1, 7, 12], [4, 6, 7, 1, 7, 12]],  # the first turn is w4, and w9 is 12
     ]
     assert rollout.tokens == [[7, 1, 7, 12, 8, 9, 1]] * 2
-    assert rollout.written == [[True] * 2 + [False] * 2 + [True] * 3] * 2
+    assert rollout.response_mask == [[True] * 2 + [False] * 2 + [True] * 3] * 2
     assert rollout.rewards == [[0.0, 0.5, 0.0, 0.0, 0.5]] * 2
     assert rollout.turns is not None
     assert [(turn["role"], turn.get("reward")) for turn in rollout.turns[0]] == [
@@ -143,7 +143,7 @@ def test_a_template_that_strips_thoughts_leaves_sampled_tokens() -> None:
     between = tokenizer("w20 w9 <eos> w21", add_special_tokens=False)["input_ids"]
     response = [*turns[0], *between, *turns[1], *between, *turns[2]]
     assert rollout.tokens == [response]
-    assert rollout.written_tokens == [[*turns[0], *turns[1], *turns[2]]]
+    assert rollout.generated_tokens == [[*turns[0], *turns[1], *turns[2]]]
     assert engine.asked[2] == [[*first, *turns[0], *between, *turns[1], *between]]
     # Rendered again, the conversation would have lost both thoughts.
     messages = [*opening]

@@ -116,12 +116,12 @@ def experience_of(
         length = int(batch.prompt_lengths[row])
         prompt_ids.append(tokens[:length].tolist())
         responses.append(tokens[length:].tolist())
-    written = None
-    if batch.written is not None:
-        masks = batch.written.split(batch.response_lengths.tolist())
-        written = [mask.tolist() for mask in masks]
+    response_mask = None
+    if batch.response_mask is not None:
+        masks = batch.response_mask.split(batch.response_lengths.tolist())
+        response_mask = [mask.tolist() for mask in masks]
     reasons = ["length" if truncated else "stop"] * len(batch)
-    rollout = Rollout(responses, reasons, written=written)
+    rollout = Rollout(responses, reasons, response_mask=response_mask)
     rewards = scores if isinstance(scores, Scores) else Scores(scores)
     return trainer.make_experience(prompt_ids, rollout, rewards, trainer.config)
 

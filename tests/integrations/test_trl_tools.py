@@ -87,8 +87,8 @@ def test_the_same_turns_give_the_same_episode(tmp_path: Path, monkeypatch: Any) 
 
     assert prompts.token_ids[0] == theirs["prompt_ids"]
     assert rollout.tokens[0] == theirs["completion_ids"]
-    assert rollout.written is not None
-    assert [int(written) for written in rollout.written[0]] == theirs["tool_mask"]
+    assert rollout.response_mask is not None
+    assert [int(written) for written in rollout.response_mask[0]] == theirs["tool_mask"]
     assert rollout.rewards is not None
     assert sum(rollout.rewards[0]) == theirs["reward"] == 0.5
     assert rollout.calls == [["answered", "raised", "unknown"]]

@@ -35,11 +35,13 @@ def test_select_keeps_the_tokens_of_the_sequences() -> None:
     assert part.ref_logprobs is None
 
 
-@pytest.mark.parametrize("written", [None, [[True, False, True], [False], [True, True]]])
+@pytest.mark.parametrize("response_mask", [None, [[True, False, True], [False], [True, True]]])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_minibatches_follow_the_given_order(count: int, written: list[list[bool]] | None) -> None:
+def test_minibatches_follow_the_given_order(
+    count: int, response_mask: list[list[bool]] | None
+) -> None:
     """Each as if it had been selected and weighted by itself, on the memory of one copy."""
-    batch = Batch.of(PROMPTS, RESPONSES, written=written)
+    batch = Batch.of(PROMPTS, RESPONSES, response_mask=response_mask)
     packed = torch.arange(batch.response_count, dtype=torch.float32)
     experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30, packed + 40)
     order = torch.tensor([2, 0, 1])

@@ -71,7 +71,7 @@ def test_an_objective_may_name_the_scores(tmp_path: Path) -> None:
     scores = trainer.score(prompts, rollout, trainer.config)
     experience, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
     trainer.loss(experience.weighted("token-mean"), trainer.config)
-    by_response = seen[-1].split(experience.batch.written_lengths.tolist())
+    by_response = seen[-1].split(experience.batch.generated_lengths.tolist())
     assert len({scores[0].item() for scores in by_response}) > 1
     for found, score in zip(by_response, scores.total, strict=True):
         assert (found == score).all()

@@ -58,7 +58,7 @@ def test_masked_responses_may_contain_stop_tokens() -> None:
     turns = [[7, 1, 20, 8, 1], [9, 1, 0, 0, 0]]
     masks = [[True, True, False, True, True], [True, True, False, False, False]]
     given = _given(GIVEN[0], turns, masks=masks)
-    assert given.rollout.written_tokens == [[7, 1, 8, 1], [9, 1]]
+    assert given.rollout.generated_tokens == [[7, 1, 8, 1], [9, 1]]
     assert _given(GIVEN[0], turns, stop_token_ids=[]).rollout.tokens == turns
 
 

@@ -570,7 +570,7 @@ def test_a_multi_turn_response_has_the_gradient_of_its_turns(tmp_path: Path) -> 
     options = {"kl_loss_coef": 0.2, "entropy_coef": 0.01, "learning_rate": 1e-30}
     trainer = make_trainer(tmp_path, **options, max_grad_norm=1e9)
     mask = [True] * 3 + [False] * 2 + [True] * 2
-    turns = Batch.of([[4, 5]], [[7, 8, 1, 20, 21, 9, 1]], written=[mask])
+    turns = Batch.of([[4, 5]], [[7, 8, 1, 20, 21, 9, 1]], response_mask=[mask])
     apart = Batch.of([[4, 5], [4, 5, 7, 8, 1, 20, 21]], [[7, 8, 1], [9, 1]])
     assert turns.response_tokens.tolist() == apart.response_tokens.tolist() == [7, 8, 1, 9, 1]
     experience, _ = experience_of(trainer, turns, torch.ones(1))

@@ -53,9 +53,9 @@ def test_old_logprobs_and_values_of_turns_equal_a_full_pass(tmp_path: Path) -> N
     prompts, rollout = trainer.episode_runner.run(
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
-    assert rollout.written is not None
-    assert any(False in row for row in rollout.written)
-    batch = Batch.of(prompts.token_ids, rollout.tokens, written=rollout.written)
+    assert rollout.response_mask is not None
+    assert any(False in row for row in rollout.response_mask)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, response_mask=rollout.response_mask)
     wanted = trainer.model.evaluate_plan(split(batch, trainer.config.limits()))
     assert rollout.logprobs is not None
     assert rollout.values is not None
@@ -113,7 +113,7 @@ def test_token_rewards_skip_environment_tokens(tmp_path: Path) -> None:
     )
     scores = trainer.score(prompts, rollout, trainer.config)
     assert scores.within is not None
-    assert len(scores.within) == sum(rollout.written_lengths) < sum(rollout.lengths)
+    assert len(scores.within) == sum(rollout.generated_lengths) < sum(rollout.lengths)
     paid = [sum(row) for row in rollout.rewards or ()]
     wanted = [length + reward for length, reward in zip(rollout.lengths, paid, strict=True)]
     assert scores.total.tolist() == pytest.approx(wanted)
@@ -127,8 +127,8 @@ def test_a_truncated_episode_bootstraps_after_the_observation(tmp_path: Path) ->
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     row = rollout.finish_reasons.index("turns")
-    assert rollout.written is not None
-    assert rollout.written[row][-2:] == [False, False]
+    assert rollout.response_mask is not None
+    assert rollout.response_mask[row][-2:] == [False, False]
     none = Scores(torch.zeros(16))
     experience, _ = trainer.make_experience(prompts.token_ids, rollout, none, trainer.config)
     told = Batch.of([prompts.token_ids[row] + rollout.tokens[row]], [[5]])
@@ -188,16 +188,16 @@ def test_a_run_always_closes_its_environments(fails: bool, tmp_path: Path) -> No
 # --------------------------------------------------------------------------------- GAE by the turn
 
 
-def _by_turn(batch: Batch, written: list[list[bool]], more: dict[str, Any]) -> Any:
+def _by_turn(batch: Batch, response_mask: list[list[bool]], more: dict[str, Any]) -> Any:
     """Turn by turn in plain Python, from the definition in `turn_gae`."""
     advantages, returns, begin = [], [], 0
-    for row, mask in enumerate(written):
+    for row, mask in enumerate(response_mask):
         lengths, inside = [], False
-        for is_written in mask:
-            if is_written and not inside:
+        for is_generated in mask:
+            if is_generated and not inside:
                 lengths.append(0)
-            lengths[-1:] = [lengths[-1] + 1] if is_written else lengths[-1:]
-            inside = is_written
+            lengths[-1:] = [lengths[-1] + 1] if is_generated else lengths[-1:]
+            inside = is_generated
         starts = [begin + sum(lengths[:k]) for k in range(len(lengths))]
         begin += sum(lengths)
         follow, next_value, steps = 0.0, more["bootstrap"][row], []
@@ -215,9 +215,9 @@ def _by_turn(batch: Batch, written: list[list[bool]], more: dict[str, Any]) -> A
 
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
-    written = [[True, True, False, True, False], [True] * 3, [False, True, False, True, True]]
-    tokens = [[7] * len(row) for row in written]
-    batch = Batch.of([[4]] * 3, tokens, written=written)
+    mask = [[True, True, False, True, False], [True] * 3, [False, True, False, True, True]]
+    tokens = [[7] * len(row) for row in mask]
+    batch = Batch.of([[4]] * 3, tokens, response_mask=mask)
     count = batch.response_count
     draw = torch.Generator().manual_seed(0)
     values, logprobs, reference, within = torch.randn(4, count, generator=draw)
@@ -228,7 +228,7 @@ def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
         **{"whiten_advantages": "none", "bootstrap_truncated": bootstrap, "value_lam": 0.4},
     )
     old = OldPolicy(logprobs, values, final)
-    scores = Scores(last, within, batch.written_lengths.tolist())
+    scores = Scores(last, within, batch.generated_lengths.tolist())
     actual = make_advantages(
         batch,
         scores,
@@ -242,7 +242,7 @@ def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
     rewards[batch.cu_seqlens[1:] - 1] += last
     ends = final * torch.tensor(truncated) if bootstrap else torch.zeros(3)
     given = {"rewards": rewards.tolist(), "values": values.tolist(), "bootstrap": ends.tolist()}
-    advantages = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.7})[0]
-    returns = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.4})[1]
+    advantages = _by_turn(batch, mask, given | {"gamma": 0.9, "lam": 0.7})[0]
+    returns = _by_turn(batch, mask, given | {"gamma": 0.9, "lam": 0.4})[1]
     assert actual.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
     assert actual.returns.tolist() == pytest.approx(returns, abs=1e-5)

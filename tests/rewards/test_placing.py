@@ -7,7 +7,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.rewards.placing import token_rewards, written_token_rewards
+from fastppo.rewards.placing import generated_token_rewards, token_rewards
 
 BYTES = tiny.byte_tokenizer()
 
@@ -110,12 +110,12 @@ def test_placement_agrees_with_counting_bytes(completion, steps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("mask", "expected"),
     [
         ([True, True, True, True], [1.0, 2.0, 4.0, 8.0]),
         ([True, False, False, True], [7.0, 8.0]),
         ([False, False, True, False], [15.0]),
     ],
 )
-def test_the_reward_of_an_unwritten_token_moves_to_the_last_written_one(written, expected) -> None:
-    assert written_token_rewards([1.0, 2.0, 4.0, 8.0], written) == expected
+def test_the_reward_of_a_masked_token_moves_to_the_last_generated_one(mask, expected) -> None:
+    assert generated_token_rewards([1.0, 2.0, 4.0, 8.0], mask) == expected

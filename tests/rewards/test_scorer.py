@@ -171,5 +171,5 @@ def test_some_reward_must_apply() -> None:
         RewardError, match=r"no reward applies to completion 1 .*, to the prompt 'q'"
     ):
         scorer(prompts, ["a", "b"], [[1], [2]])
-    written = [[True], [True]]  # an environment may have rewarded it
-    assert scorer(prompts, ["a", "b"], [[1], [2]], written).total.tolist() == [1.0, 0.0]
+    mask = [[True], [True]]  # an environment may have rewarded it
+    assert scorer(prompts, ["a", "b"], [[1], [2]], mask).total.tolist() == [1.0, 0.0]
