@@ -405,4 +405,5 @@ def iterate(trainer: Any) -> dict[str, Any]:
     """Run an iteration of a `PPOTrainer` without its log and return the metrics."""
     from fastppo.ppo.training_run import TrainingRun
 
-    return TrainingRun(trainer).iteration(_NoLog())
+    run = TrainingRun(trainer, trainer.evaluation, trainer.checkpoints, trainer.callbacks)
+    return run.iteration(_NoLog())

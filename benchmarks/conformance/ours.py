@@ -21,10 +21,12 @@ from benchmarks.conformance.adapter import (
     with_gradient,
 )
 from fastppo.data.batch import Batch
-from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.kl_control import AdaptiveKL
-from fastppo.ppo.old_policy import OldPolicy, ReferenceStats, importance
+from fastppo.ppo.coefficients import CoefficientControl
+from fastppo.ppo.controllers import AdaptiveKL
+from fastppo.ppo.estimators import estimate_advantages
+from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.policies import importance
 from fastppo.rewards.scorer import Scores
 
 
@@ -172,14 +174,12 @@ def _group(inputs: Inputs, backend: str, kind: str, size: int) -> Mapping[str, A
     config = PPOConfig(
         **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": "none"}
     )
-    made = make_advantages(
-        Batch.of([[1]] * len(scores), [[1]] * len(scores), scores.device),
+    batch = Batch.of([[1]] * len(scores), [[1]] * len(scores), scores.device)
+    made = estimate_advantages(
+        Experience(batch, old_logprobs=zeros, old_values=zeros),
         Scores(scores),
         config,
-        truncated=[False] * len(scores),
-        old=OldPolicy(zeros, zeros, None),
-        ref_stats=ReferenceStats(None),
-        kl_coef=0.0,
+        CoefficientControl(config).at(0),
     )
     return {"advantages": made.advantages}
 

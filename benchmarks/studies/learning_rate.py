@@ -53,6 +53,7 @@ from benchmarks.training import iterate
 from fastppo.demo.run import ppo_config
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import FIRST_RATE
+from fastppo.ppo.step_control import AutoStepControl
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import prepare, write_files
@@ -212,7 +213,9 @@ class Run(NamedTuple):
             options["learning_rate"] = float(self.setting)
         options |= changes or {}
         trainer = PPOTrainer(task.config(directory, self.seed, options), console=CONSOLE)
-        trainer.state.rate_control.rate = AUTO.get(self.setting, trainer.state.rate_control.rate)
+        if isinstance(trainer.step_control, AutoStepControl):
+            adaptive = trainer.step_control.adaptive
+            adaptive.rate = AUTO.get(self.setting, adaptive.rate)
         records: Records = []
         start = time.process_time()
         while len(records) < iterations and (changes is None or _spent(records) < SECONDS):

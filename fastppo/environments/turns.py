@@ -131,6 +131,7 @@ class Episode:
 class OneTurn:
     """Sample responses of one turn, without an environment."""
 
+    name = ""
     has_rewards = False
     max_turns = 1
 

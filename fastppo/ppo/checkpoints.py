@@ -11,15 +11,13 @@ from torch import Tensor
 
 from fastppo.data import fingerprint
 from fastppo.data.files import written_whole
-from fastppo.data.world import World
 from fastppo.models.device import choose_device
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import reshard, unsharded
+from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.options.config import IDENTITY, PPOConfig
-from fastppo.ppo.setup.build import RunComponents
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy
-from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
 from fastppo.run.checkpoint import Best
 from fastppo.run.log import why_ended
@@ -113,34 +111,31 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
 class Checkpoints:
     """Writes and reads the checkpoints of a run.
 
+    With several processes, each writes its shards, and the main one everything else.
+
     Args:
-        components: the parts of the run.
-        say: shows a message to the user.
+        ppo: the algorithm with the parts and the state of the run.
         saved: called after each checkpoint.
-        world: the processes. Each writes its shards, and the main one everything else.
     """
 
     def __init__(
         self,
-        config: PPOConfig,
-        state: RunState,
-        components: RunComponents,
+        ppo: PPO,
         *,
-        say: Callable[[str], None],
-        world: World | None = None,
         saved: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config = config
-        self.state = state
-        self.model = components.model
-        self.optimizer = components.optimizer
-        self.reference = components.reference
-        self.engine = components.engine
-        self.say = say
+        self.config = ppo.config
+        self.state = ppo.state
+        self.model = ppo.model
+        self.optimizer = ppo.optimizer
+        self.reference = ppo.reference
+        self.engine = ppo.engine
+        self.value_head = ppo.value_head
+        self.say = ppo.reporter.say
         self.saved = saved
-        self.world = world or World()
-        self.run_dir = Path(config.output_dir)
-        self.identity = identity.of_run(config, components.fingerprints)
+        self.world = ppo.world
+        self.run_dir = Path(self.config.output_dir)
+        self.identity = identity.of_run(self.config, ppo.parts.fingerprints)
         self.newest: Path | None = None
         """The newest intact checkpoint."""
         self._iteration: int | None = None
@@ -264,10 +259,7 @@ class Checkpoints:
         self.state.load_state_dict(saved_state)
         self.optimizer.load_loss_scale(saved_state["scaler"])
         self.engine.load_state_dict(saved_state["engine"])
-        if self.state.value_regression is not None:
-            self.state.value_regression.load_tensors(
-                checkpoint.load_value_regression(path), self.model.value_function.head
-            )
+        self.value_head.load_tensors(checkpoint.load_value_regression(path))
         if self.reference is not None:
             self.reference.load_state_dict(saved_reference)
 
@@ -289,7 +281,6 @@ class Checkpoints:
         checkpoint.prune(self.run_dir, metric, never=newest.path)
 
     def _snapshot(self) -> checkpoint.Snapshot:
-        regression = self.state.value_regression
         return checkpoint.snapshot(
             self.model,
             self.optimizer,
@@ -299,7 +290,7 @@ class Checkpoints:
                 "scaler": self.optimizer.loss_scale_state(),
             },
             reference=self._reference_state(),
-            value_regression=None if regression is None else regression.tensors(),
+            value_regression=self.value_head.tensors(),
             in_shards=self.world.size > 1,
         )
 

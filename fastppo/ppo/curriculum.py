@@ -9,9 +9,10 @@ holds all three, and every rank has the same scores, so all ranks choose the sam
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastppo.data.rows import visited
+from fastppo.ppo.state import RunState
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
 
@@ -40,11 +41,11 @@ class Curriculum:
         self.count = count
         self.solved_reward = solved_reward
 
-    def at(self, state: Any, count: int, seed: int, samples: int) -> Chosen:
+    def at(self, state: RunState, count: int, seed: int, samples: int) -> Chosen:
         """Choose `count` prompts, each `samples` times in a row.
 
         Args:
-            state: `RunState` of the run.
+            state: of the run.
 
         Raises:
             PhaseEndedError: every prompt is solved.
@@ -61,7 +62,7 @@ class Curriculum:
                 rows += [row] * samples
         return Chosen(rows, position)
 
-    def take(self, chosen: Chosen, scores: Scores, state: Any) -> dict[str, float]:
+    def take(self, chosen: Chosen, scores: Scores, state: RunState) -> dict[str, float]:
         """Record solved prompts and the position of the next iteration.
 
         Args:
@@ -85,5 +86,5 @@ class Curriculum:
             "left_out": left_out / self.count,
         }
 
-    def _is_solved(self, row: int, state: Any) -> bool:
+    def _is_solved(self, row: int, state: RunState) -> bool:
         return state.successes.get(row) == "1" * WINDOW

@@ -12,7 +12,59 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from fastppo.data.prompts import Prompts
 from fastppo.ppo.experience import Responses
+from fastppo.ppo.options.config import PPOConfig
+
+Respond = Callable[[Prompts], Responses]
+"""Generates and scores responses."""
+
+MorePrompts = Callable[[int], Prompts]
+"""Returns the next prompts."""
+
+
+def draw_once(
+    prompts: Prompts, respond: Respond, more_prompts: MorePrompts | None
+) -> tuple[Responses, Responses]:
+    """Return the responses to the prompts as (responses to train on, all responses drawn)."""
+    responses = respond(prompts)
+    return responses, responses
+
+
+class DynamicSampling:
+    """Draws the responses of an iteration, and replacements for prompts with equal rewards.
+
+    Args:
+        samples: adjacent responses to each prompt.
+        rounds: most rounds of replacements.
+    """
+
+    def __init__(self, samples: int, rounds: int) -> None:
+        self.samples = samples
+        self.rounds = rounds
+
+    def __call__(
+        self, prompts: Prompts, respond: Respond, more_prompts: MorePrompts | None
+    ) -> tuple[Responses, Responses]:
+        """Return (responses to train on, all responses drawn)."""
+        first = respond(prompts)
+        if more_prompts is None:
+            return first, first
+        return with_replacements(
+            first,
+            lambda count: respond(more_prompts(count)),
+            samples=self.samples,
+            rounds=self.rounds,
+        )
+
+
+def make_dynamic_sampling(
+    config: PPOConfig,
+) -> Callable[[Prompts, Respond, MorePrompts | None], tuple[Responses, Responses]]:
+    """Return how the responses of an iteration are drawn."""
+    if not config.dynamic_sampling:
+        return draw_once
+    return DynamicSampling(config.samples_per_prompt, config.dynamic_sampling)
 
 
 def with_replacements(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import set_seed
@@ -19,6 +18,7 @@ from transformers import set_seed
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
+from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scorer, Scores
@@ -51,7 +51,7 @@ def random_state_restored(seed: int | None = None) -> Iterator[None]:
 
 
 def evaluate_policy(
-    trainer: Any,
+    ppo: PPO,
     prompts: Prompts,
     sampling: Sampling,
     scorer: Scorer | None = None,
@@ -61,8 +61,8 @@ def evaluate_policy(
     """Generate and score responses without learning from them.
 
     Args:
-        trainer: a `PPOTrainer`.
-        scorer: by default the trainer's.
+        ppo: the algorithm with the parts of the run.
+        scorer: by default that of the run.
         first: number of the first prompt, if these are a part of all prompts. Every part has its
             own random numbers.
 
@@ -71,143 +71,72 @@ def evaluate_policy(
         reference), entropy (nats per token), response_length and eos_rate; `completions`, the
         texts; `scores`; `rollout`.
     """
-    options = trainer.config.at(trainer.state.iteration)
+    config = ppo.config
+    coefficients = ppo.state.coefficients.at(ppo.state.iteration)
     with (
-        random_state_restored((options.seed + first) % 2**32),
-        explain_out_of_memory("evaluation", options),
+        random_state_restored((config.seed + first) % 2**32),
+        explain_out_of_memory("evaluation", config),
     ):
-        prompts, rollout = trainer.episode_runner.run(prompts, trainer.engine, sampling)
-        scores = trainer.score(prompts, rollout, options, scorer)
-    batch = Batch.of(prompts.token_ids, rollout.tokens, trainer.device, rollout.response_mask)
+        prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
+        scores = ppo.score(prompts, rollout, coefficients, scorer)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, ppo.parts.device, rollout.response_mask)
 
     def policy_means(limits: Limits) -> dict[str, float]:
-        plan = split(batch, limits, trainer.world)
-        return policy_metrics(
-            batch, plan, options, model=trainer.model, reference=trainer.reference
-        )
+        plan = split(batch, limits, ppo.world)
+        return policy_metrics(batch, plan, config, model=ppo.model, reference=ppo.reference)
 
     return {
         **response_metrics(scores, rollout, {}),
-        **trainer.in_microbatches(policy_means, batch, options),
-        "completions": trainer.completions(prompts, rollout),
+        **ppo.in_microbatches(policy_means, batch),
+        "completions": ppo.completions(prompts, rollout),
         "scores": scores,
         "rollout": rollout,
     }
-
-
-@dataclass(slots=True)
-class BestEvaluations:
-    """Best held-out rewards of a run so far; None before the first evaluation."""
-
-    best: float | None = None
-    """The highest eval/reward."""
-    best_greedy: float | None = None
-    """The highest eval/greedy/reward."""
-
-    def take(self, reward: float, *, greedy: bool = False) -> bool:
-        """Record an evaluation and return whether it is the best so far."""
-        name = "best_greedy" if greedy else "best"
-        best = getattr(self, name)
-        is_best = reward > (-math.inf if best is None else best)
-        if is_best:
-            setattr(self, name, reward)
-        return is_best
 
 
 class Evaluation:
     """Evaluates the policy during a run.
 
     Args:
+        ppo: the algorithm with the parts and the state of the run.
         prompts: held-out prompts; None for no evaluation.
-        scorer: computes rewards and monitored rewards.
-        interval: iterations between evaluations.
-        modes: sampled, greedy or both.
-        batch_size: responses generated at a time.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts | None,
-        scorer: Scorer,
-        *,
-        interval: int,
-        modes: str,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, ppo: PPO, prompts: Prompts | None) -> None:
+        self.ppo = ppo
         self.prompts = prompts
-        self.scorer = scorer
-        self.interval = interval
-        self.modes = modes
-        self.batch_size = batch_size
+        self.interval = ppo.config.eval_interval
+        self.batch_size = ppo.config.rollout_batch_size
 
-    def after_update(self, trainer: Any, log: Any, *, requested: bool = False) -> dict[str, float]:
+    def before_update(self) -> dict[str, float]:
+        """Evaluate the initial policy before the first iteration, and return the metrics."""
+        if self.prompts is None or self.ppo.state.iteration > 0:
+            return {}
+        say = self.ppo.reporter.say
+        say(f"before training: evaluating on {len(self.prompts)} held-out prompts")
+        means, _ = self._evaluate(self.prompts)
+        self.ppo.state.take_evaluation(means["reward"])
+        say(f"before training: {_line(means)}")
+        return {f"before/{name}": value for name, value in means.items()}
+
+    def after_update(self, log: Any, *, requested: bool = False) -> dict[str, float]:
         """Evaluate after an iteration's update if it is due or requested, and return the metrics.
 
-        The trainer's state records the best rewards, and the log the first responses.
+        Args:
+            log: its `samples` records the first responses.
         """
-        due = requested or (trainer.state.iteration + 1) % self.interval == 0
+        iteration = self.ppo.state.iteration
+        due = requested or (iteration + 1) % self.interval == 0
         if self.prompts is None or not due:
             return {}
-        metrics, samples = self._in_modes(trainer, self.prompts, "eval/")
-        is_best = self._take(trainer, metrics, "eval/")
-        for prefix in self._prefixes("eval/"):
-            trainer.say(
-                f"iteration {trainer.state.iteration + 1}: {_line(metrics, prefix)}"
-                + (", the best so far" if is_best[prefix] else "")
-            )
-        log.samples(trainer.state.iteration, samples, held_out=True)
-        return metrics
+        means, samples = self._evaluate(self.prompts)
+        is_best = self.ppo.state.take_evaluation(means["reward"])
+        best = ", the best so far" if is_best else ""
+        self.ppo.reporter.say(f"iteration {iteration + 1}: {_line(means)}{best}")
+        log.samples(iteration, samples, held_out=True)
+        return {f"eval/{name}": value for name, value in means.items()}
 
-    def before_update(self, trainer: Any) -> dict[str, float]:
-        """Evaluate the initial policy before the first iteration, and return the metrics."""
-        if self.prompts is None or trainer.state.iteration > 0:
-            return {}
-        trainer.say(f"before training: evaluating on {len(self.prompts)} held-out prompts")
-        metrics, _ = self._in_modes(trainer, self.prompts, "before/")
-        self._take(trainer, metrics, "before/")
-        for prefix in self._prefixes("before/"):
-            trainer.say(f"before training: {_line(metrics, prefix)}")
-        return metrics
-
-    def _take(self, trainer: Any, metrics: dict[str, float], prefix: str) -> dict[str, bool]:
-        """Record the rewards in the trainer's state.
-
-        Returns:
-            By the prefix of each mode's metrics, whether its reward is the best so far.
-        """
-        best = trainer.state.evaluations
-        is_best = {prefix: best.take(metrics[f"{prefix}reward"])}
-        if self.modes != "sampled":
-            greedy = f"{prefix}greedy/"
-            is_best[greedy] = best.take(metrics[f"{greedy}reward"], greedy=True)
-        return is_best
-
-    def _prefixes(self, prefix: str) -> list[str]:
-        """Return the prefix of each mode's metrics."""
-        prefixes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
-        return [prefix + mode_prefix for mode_prefix in prefixes[self.modes]]
-
-    def _in_modes(
-        self, trainer: Any, prompts: Prompts, prefix: str
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return (metrics of each mode under the prefix, records of the first responses)."""
-        metrics: dict[str, float] = {}
-        samples: list[dict[str, Any]] = []
-        for mode_prefix in self._prefixes(prefix):
-            greedy = mode_prefix.endswith("greedy/")
-            sampling = replace(trainer.sampling, greedy=True) if greedy else trainer.sampling
-            means, records = self._evaluate(trainer, prompts, sampling)
-            metrics |= {f"{mode_prefix}{name}": value for name, value in means.items()}
-            name = "greedy" if greedy else "sampled"
-            samples += [{"sampling": name, **record} for record in records]
-        if self.modes == "greedy":
-            for name in ("reward", "reward_error"):
-                metrics[f"{prefix}{name}"] = metrics[f"{prefix}greedy/{name}"]
-        return metrics, samples
-
-    def _evaluate(
-        self, trainer: Any, prompts: Prompts, sampling: Sampling
-    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def _evaluate(self, prompts: Prompts) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return (means over all responses, records of the first responses)."""
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
@@ -215,7 +144,7 @@ class Evaluation:
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
-            result = evaluate_policy(trainer, part, sampling, self.scorer, first=begin)
+            result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
             applying = result["scores"].counts
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):
@@ -230,14 +159,14 @@ class Evaluation:
         return means, records
 
 
-def _line(metrics: dict[str, float], prefix: str) -> str:
+def _line(means: dict[str, float]) -> str:
     """Return the console's line on an evaluation."""
-    mode = "held out, greedy" if prefix.endswith("greedy/") else "held out"
-    kl = metrics.get(f"{prefix}kl")  # absent without a reference
+    kl = ""  # absent without a reference
+    if "kl" in means:
+        kl = f", KL {round(means['kl'], 2) + 0.0:.2f}"
     return (
-        f"{mode}: reward {metrics[f'{prefix}reward']:.3f} ± {metrics[f'{prefix}reward_error']:.3f}"
-        f"{'' if kl is None else f', KL {round(kl, 2) + 0.0:.2f}'}, "
-        f"length {metrics[f'{prefix}response_length']:.0f}"
+        f"held out: reward {means['reward']:.3f} ± {means['reward_error']:.3f}{kl}, "
+        f"length {means['response_length']:.0f}"
     )
 
 

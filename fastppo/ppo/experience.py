@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from fastppo.data.microbatches import Limits, assign
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.arguments import aggregation_weights
+from fastppo.ppo.trained import Trained
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
 
@@ -38,30 +39,94 @@ class Responses(NamedTuple):
         return cls(Prompts.joined(prompts), Rollout.joined(rollouts), Scores.joined(scores))
 
 
+PENDING = torch.empty(0)
+"""A tensor that a later step fills."""
+
+IN_UPDATE = (
+    "old_logprobs",
+    "old_values",
+    "advantages",
+    "returns",
+    "monte_carlo_returns",
+    "ref_logprobs",
+    "importance_weights",
+    "scores",
+    "token_weights",
+)
+"""Per-token tensors that an update reads. `select` leaves the others out."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """One iteration's batch with the update's inputs. Per-token tensors are [N] fp32."""
+    """One iteration's batch and all that PPO computes about it, filled in four steps.
 
+    Per-token tensors are [N] fp32 on the device.
+    """
+
+    # 1. From the rollout and its rewards.
     batch: Batch
-    old_logprobs: Tensor
-    """Of the rollout policy, nats."""
-    old_values: Tensor
-    """Value of the state before each token, at the time of the rollout."""
-    advantages: Tensor
-    returns: Tensor
-    """Targets of the value loss."""
-    monte_carlo_returns: Tensor
-    """Monte Carlo returns (λ = 1). They contain no values, except the bootstrap value after a
-    truncated response if there is one."""
-    ref_logprobs: Tensor | None = None
-    importance_weights: Tensor | None = None
-    """π_old/π_sampler, bounded. None if both are the same distribution."""
     scores: Tensor | None = None
     """Score of each token's response, before normalization."""
-    token_weights: Tensor | None = None
-    """Weight of each token in its minibatch's loss."""
+    truncated: Tensor | None = None
+    """[B] bool on the CPU, whether each response was truncated."""
     masked: Tensor | None = None
     """[B] bool on the CPU, responses left out of the loss. None means that all are in it."""
+
+    # 2. From the policies before the update (`fastppo.ppo.policies`).
+    old_logprobs: Tensor = PENDING
+    """Logprob under the rollout policy, nats."""
+    old_values: Tensor = PENDING
+    """Value of the state before each token, at the time of the rollout."""
+    final_values: Tensor | None = None
+    """[B], value after each sequence's last token."""
+    importance_weights: Tensor | None = None
+    """π_old/π_sampler, bounded. None if both are the same distribution."""
+    ref_logprobs: Tensor | None = None
+    """Logprob under the reference, nats. None without a reference."""
+    exact_kl: Tensor | None = None
+    """KL(policy, reference) of each token's distribution, nats, if the reward uses it."""
+
+    # 3. The rewards and the advantages (`fastppo.ppo.estimators`).
+    last_rewards: Tensor = PENDING
+    """[B], reward at the last token of each response."""
+    token_rewards: Tensor | None = None
+    """Reward at each token, in addition to `last_rewards`. An exact KL is a part of it."""
+    kl_coef: float = 0.0
+    """β of the sampled KL to the reference, which the estimators subtract from the rewards."""
+    bootstrap: Tensor | None = None
+    """[B], value after a truncated response, 0 after the others."""
+    advantages: Tensor = PENDING
+    returns: Tensor = PENDING
+    """Targets of the value loss."""
+    monte_carlo_returns: Tensor = PENDING
+    """Monte Carlo returns (λ = 1): rewards-to-go with the KL penalty, the score and rewards within
+    the response, discounted like GAE. They contain no values, except the bootstrap value after a
+    truncated response if there is one."""
+    advantage_std: Tensor | None = None
+    """Standard deviation of the advantages before whitening, 0-d."""
+    trained: Trained = Trained()
+    """What the iteration trains."""
+
+    # 4. In a minibatch.
+    token_weights: Tensor | None = None
+    """Weight of each token in its minibatch's loss."""
+
+    @classmethod
+    def of_rollout(
+        cls, batch: Batch, rollout: Rollout, scores: Scores, *, masks: bool
+    ) -> Experience:
+        """Return the experience before its first step.
+
+        Args:
+            masks: whether truncated responses are left out of the loss.
+        """
+        truncated = torch.tensor(rollout.truncated)
+        return cls(
+            batch,
+            scores=scores.total.repeat_interleave(batch.generated_lengths).to(batch.device),
+            truncated=truncated,
+            masked=truncated if masks else None,
+        )
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -72,12 +137,16 @@ class Experience:
         return self.masked is None or not bool(self.masked.all())
 
     def select(self, rows: Tensor) -> Experience:
-        """Select sequences by `rows`, [k] int64 on the CPU, in that order."""
+        """Select sequences by `rows`, [k] int64 on the CPU, in that order, for an update."""
         lengths = self.batch.generated_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
-        per_token = {name: value[index] for name, value in self._per_token().items()}
         masked = None if self.masked is None else self.masked[rows]
-        return Experience(self.batch.select(rows), **per_token, masked=masked)
+        return Experience(
+            self.batch.select(rows),
+            **{name: value[index] for name, value in self._in_update().items()},
+            masked=masked,
+            trained=self.trained,
+        )
 
     def in_loss(self) -> Experience:
         """Drop the masked sequences. If all are masked, they stay, with weights of 0."""
@@ -97,15 +166,18 @@ class Experience:
         sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
         shuffled = self.select(order)
         lengths = shuffled.batch.generated_lengths
-        per_token = {
+        per_token: dict[str, Any] = {
             name: split_packed(value, lengths, sizes)
-            for name, value in shuffled._per_token().items()
+            for name, value in shuffled._in_update().items()
         }
         minibatches = []
         for i, batch in enumerate(shuffled.batch.split(sizes)):
-            minibatch = Experience(batch, **{name: parts[i] for name, parts in per_token.items()})
-            if shuffled.masked is not None:
-                minibatch = replace(minibatch, masked=shuffled.masked.split(sizes)[i])
+            minibatch = Experience(
+                batch,
+                **{name: parts[i] for name, parts in per_token.items()},
+                masked=None if shuffled.masked is None else shuffled.masked.split(sizes)[i],
+                trained=self.trained,
+            )
             minibatches.append(minibatch.weighted(aggregation))
         return minibatches
 
@@ -132,15 +204,10 @@ class Experience:
         weights = token_weights(self.batch.generated_lengths, aggregation, self.masked)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
-    def _per_token(self) -> dict[str, Tensor]:
-        tensors = _tensors(self)
-        return {name: tensors[name] for name in tensors if name not in ("batch", "masked")}
-
-
-def _tensors(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass except None, by name."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: value for name, value in values.items() if value is not None}
+    def _in_update(self) -> dict[str, Any]:
+        """Return the tensors of `IN_UPDATE` that there are, by name."""
+        tensors = {name: getattr(self, name) for name in IN_UPDATE}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def token_weights(lengths: Tensor, aggregation: str, masked: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from fastppo.functional.losses import ppo_loss
 from fastppo.functional.user_functions import name_and_place, named_by
-from fastppo.ppo.advantages import own_advantages
+from fastppo.ppo.estimators import user_advantages
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import is_out_of_memory
 from fastppo.rewards.calling import place_of
@@ -90,7 +90,7 @@ def try_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
     """Compute advantages of made-up responses to one prompt, of three tokens and then two each."""
     count = max(2, config.samples_per_prompt)
     numbers = torch.linspace(-1, 1, 2 * count + 1)
-    own_advantages(
+    user_advantages(
         function,
         numbers,
         -numbers,

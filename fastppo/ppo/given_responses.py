@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastppo.data.chat import encode_prompt, is_chat, token_ids
 from fastppo.functional.scalars import describe
-from fastppo.ppo.old_policy import GivenPolicy
+from fastppo.ppo.policies import GivenPolicy
 from fastppo.rewards.placing import generated_token_rewards
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout

@@ -24,6 +24,7 @@ from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
@@ -129,12 +130,16 @@ class UpdateMeter:
             self.ptx_losses.append(sums.ptx_loss)
         self.steps.append(step)
 
-    def metrics(self, objective: str = "clip") -> dict[str, float]:
-        """Return means over the tokens of all minibatches, or over the minibatches."""
+    def metrics(self, config: PPOConfig, coefficients: Coefficients) -> dict[str, float]:
+        """Return means over the tokens of all minibatches, or over the minibatches.
+
+        Metrics of terms that are not in the loss are left out.
+        """
         sums = self.sums
         assert sums is not None
         steps = len(self.steps)
-        means = loss_metrics(sums.policy, objective if objective in OBJECTIVES else CUSTOM)
+        objective = config.objective if config.objective in OBJECTIVES else CUSTOM
+        means = loss_metrics(sums.policy, objective)
         # Each minibatch's policy loss is already normalized.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = sums.value_loss / steps
@@ -142,6 +147,8 @@ class UpdateMeter:
         means["kl_loss"] = means.pop("kl")
         if self.ptx_losses:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
+        for name in _outside_the_loss(config, coefficients):
+            del means[name]
         metrics = to_floats(means)
         metrics["useful_share"] = self.useful / max(1, int(sums.computed))
         for name in dict.fromkeys(name for step in self.steps for name in step):
@@ -150,26 +157,20 @@ class UpdateMeter:
         return metrics
 
 
-def update_metrics(
-    meter: UpdateMeter, options: PPOConfig, *, early_stopped: bool
-) -> dict[str, float]:
-    """Return the metrics of an update, without those of terms outside its loss."""
-    metrics = meter.metrics(options.objective) | options.scheduled_values()
-    if not options.kl_loss_coef:
-        del metrics["kl_loss"]
-    if options.advantage in CRITIC_FREE:
-        del metrics["value_loss"]
-    if options.value_clip is None:
-        del metrics["value_clip_fraction"]
-    if options.early_stop_kl is not None:
-        metrics["early_stopped"] = float(early_stopped)
-        metrics["optimizer_steps"] = float(len(meter.steps))
-    dropped: Sequence[str] = CLIP_METRICS if options.objective in UNCLIPPED else ()
-    if "objective" in options.own_functions:
-        dropped = CLIP_METRICS[1:]  # without a clip range, clip_fraction counts zero gradients
-    for name in dropped:
-        del metrics[name]
-    return metrics
+def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str]:
+    """Return the metrics of terms that the loss does not have."""
+    names = []
+    if not coefficients.kl_loss_coef:
+        names.append("kl_loss")
+    if config.advantage in CRITIC_FREE:
+        names.append("value_loss")
+    if coefficients.value_clip is None:
+        names.append("value_clip_fraction")
+    if config.objective in UNCLIPPED:
+        names += CLIP_METRICS
+    elif "objective" in config.own_functions:
+        names += CLIP_METRICS[1:]  # without a clip range, clip_fraction counts zero gradients
+    return names
 
 
 class PhaseTimer:
@@ -178,14 +179,14 @@ class PhaseTimer:
     A phase that runs out of memory ends the run with advice (`explain_out_of_memory`).
 
     Args:
-        options: of the iteration.
+        config: the options.
         before: called with each phase's name before the phase.
     """
 
     def __init__(
-        self, options: PPOConfig, before: Callable[[str], None] = lambda phase: None
+        self, config: PPOConfig, before: Callable[[str], None] = lambda phase: None
     ) -> None:
-        self.options = options
+        self.config = config
         self.before = before
         self.seconds: dict[str, float] = {}
 
@@ -193,7 +194,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.options):
+        with explain_out_of_memory(phase, self.config):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -219,7 +220,7 @@ def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
 
 
 def critic_metrics(experience: Experience) -> dict[str, float]:
-    """Return critic metrics. Undefined ones, such as with equal returns, are left out.
+    """Return the metrics of the critic. Omits undefined metrics, for example with constant returns.
 
     Returns:
         dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
@@ -246,25 +247,20 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
-def experience_metrics(
-    experience: Experience, spread: Tensor, options: PPOConfig
-) -> dict[str, float]:
-    """Return means over the batch, and with a critic its metrics.
-
-    Args:
-        spread: standard deviation of the advantages before whitening, 0-d.
-    """
+def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, float]:
+    """Return means over the batch, and with a critic its metrics."""
     batch = experience.batch
+    assert experience.advantage_std is not None
     metrics = {
         "response_length": batch.generated_lengths.float().mean().to(batch.device),
-        "advantage_std": spread,
+        "advantage_std": experience.advantage_std,
     }
     if experience.ref_logprobs is not None:
         # Always k1, the unbiased estimator, for comparison with targets and published runs.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
         metrics["kl"] = total_kl / len(batch)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
-    if options.advantage in CRITIC_FREE:
+    if config.advantage in CRITIC_FREE:
         return to_floats(metrics)
     metrics["value"] = experience.old_values.mean()
     metrics["return"] = experience.returns.mean()
@@ -274,7 +270,7 @@ def experience_metrics(
 def policy_metrics(
     batch: Batch,
     plan: MicrobatchPlan,
-    options: PPOConfig,
+    config: PPOConfig,
     *,
     model: ActorCritic,
     reference: ReferencePolicy | None,
@@ -285,13 +281,13 @@ def policy_metrics(
         plan: the batch in microbatches.
         reference: None for no KL.
     """
-    logprobs, entropy = model.stats_of_plan(plan, **options.softmax)
+    logprobs, entropy = model.stats_of_plan(plan, **config.softmax)
     means = {
         "entropy": entropy.sum().item() / max(batch.response_count, 1),
         "response_length": batch.response_count / len(batch),
     }
     if reference is not None:
-        ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **options.softmax))
+        ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **config.softmax))
         means["kl"] = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
     return means
 

@@ -35,7 +35,7 @@ KLAdaptiveLR multiply the rate by a constant when a minibatch's KL leaves a band
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 FIRST_RATE = 1e-5
 """About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters. docs/studies.md compares a
@@ -73,33 +73,8 @@ LEAST_KL = 1e-12
 """Share of the target in place of a KL of 0 or less, which is rounding."""
 
 
-class FixedRate:
-    """No control: the rate follows from the options."""
-
-    rate: float | None = None
-    is_too_far = False
-    is_stuck = False
-    metrics: ClassVar[dict[str, float]] = {}
-
-    def begin_update(self, target: float, steps: int) -> None: ...
-
-    def before_step(self, kl: float) -> None: ...
-
-    def step_taken(self) -> None: ...
-
-    def end_update(self, entropy: float) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class AdaptiveRate(FixedRate):
-    """The learning rate and its adaptation.
-
-    A run finds its rate from any low one.
-    """
+class AdaptiveRate:
+    """The learning rate and its adaptation. It converges from any small initial rate."""
 
     def __init__(self) -> None:
         self.rate: float = FIRST_RATE
@@ -196,12 +171,12 @@ class AdaptiveRate(FixedRate):
         self.rate = min(max(rate, SMALLEST_RATE), LARGEST_RATE)
 
     @property
-    def is_stuck(self) -> bool:  # type: ignore[override]
+    def is_stuck(self) -> bool:
         """Whether the largest rate does not reach the target."""
         return self.is_searching and self.rate == LARGEST_RATE
 
     @property
-    def metrics(self) -> dict[str, float]:  # type: ignore[override]
+    def metrics(self) -> dict[str, float]:
         """`update_kl`: KL of the update, extrapolated to its last step, nats per token;
         `target_kl`: its target; `undone`: whether it was too far."""
         metrics = {"undone": float(self.is_too_far), "target_kl": self.target}
@@ -230,7 +205,7 @@ class AdaptiveRate(FixedRate):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; nothing from a run with a number as its rate."""
+        """Restore what `state_dict` returned. Checkpoints of fixed-rate runs hold no state."""
         self.rate = state.get("rate", self.rate)
         self.is_searching = state.get("is_searching", self.is_searching)
         self.reached = state.get("reached", self.reached)

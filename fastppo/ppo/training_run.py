@@ -11,19 +11,23 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import set_seed
 
 from fastppo.data.prompts import Prompts
 from fastppo.models.device import device_name
-from fastppo.ppo.curriculum import Chosen
-from fastppo.ppo.evaluation import LOGGED_SAMPLES
+from fastppo.ppo.algorithm import PPO
+from fastppo.ppo.checkpoints import Checkpoints
+from fastppo.ppo.curriculum import Chosen, Curriculum
+from fastppo.ppo.evaluation import LOGGED_SAMPLES, Evaluation
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.ppo.setup.checks import self_check
 from fastppo.ppo.setup.summary import banner
+from fastppo.ppo.step_control import SkippedStepsError
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
+from fastppo.run.callbacks import Callbacks
 from fastppo.run.checkpoint import iteration_of, random_state, restore_random_state
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
@@ -34,6 +38,14 @@ from fastppo.run.report.report import write_report
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
+
+class Before(NamedTuple):
+    """What an iteration changes before its first optimizer step, as it was before."""
+
+    random_state: Any
+    state: dict[str, Any]
+
+
 INTERRUPTIBLE = ("score", "experience")
 """Phases that a run can stop before, because the iteration has not changed anything yet."""
 
@@ -42,17 +54,23 @@ class TrainingRun:
     """One call of `PPOTrainer.train`.
 
     Args:
-        trainer: a `PPOTrainer`.
+        ppo: the algorithm with the parts and the state of the run.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.config = trainer.config
-        self.state = trainer.state
-        self.world = trainer.world
-        self.callbacks = trainer.callbacks
-        self.checkpoints = trainer.checkpoints
-        self.run_dir = Path(trainer.config.output_dir)
+    def __init__(
+        self, ppo: PPO, evaluation: Evaluation, checkpoints: Checkpoints, callbacks: Callbacks
+    ) -> None:
+        self.ppo = ppo
+        self.config = ppo.config
+        self.state = ppo.state
+        self.world = ppo.world
+        self.parts = ppo.parts
+        self.say = ppo.reporter.say
+        self.evaluation = evaluation
+        self.checkpoints = checkpoints
+        self.callbacks = callbacks
+        self.curriculum = Curriculum(len(ppo.parts.prompts or ()), ppo.config.solved_reward)
+        self.run_dir = Path(ppo.config.output_dir)
         self.stop_request = StopRequest(self.world)
         self.out_of_prompts = ""
         """Why no prompts are left; empty while there are some."""
@@ -80,7 +98,7 @@ class TrainingRun:
                     self._write_results()
         self.state.raise_if_stopped(self.run_dir)
         if self._is_short:
-            self.trainer.say(
+            self.say(
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
                 f"{self._why_ended()}"
             )
@@ -91,12 +109,12 @@ class TrainingRun:
     def _write_results(self) -> None:
         """Write the policy, the best policy if it is kept, and the report."""
         policy = self.run_dir / "policy"
-        self.trainer.save_policy(policy)
+        self.checkpoints.save_policy(self.ppo.tokenizer, policy)
         self._write_card(policy)
-        best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
+        best = self.checkpoints.save_best(self.ppo.tokenizer, self.run_dir / "policy-best")
         if best is not None:
             self._write_card(self.run_dir / "policy-best", iteration_of(best))
-            self.trainer.say(f"policy-best is the policy of {best.name}")
+            self.say(f"policy-best is the policy of {best.name}")
         self._write_report()
         self.callbacks.tell("on_train_end")
 
@@ -113,7 +131,7 @@ class TrainingRun:
             stack.enter_context(self.world.with_timeout())
             stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))
-            for part in (self.callbacks, self.trainer.episode_runner, self.trainer.engine):
+            for part in (self.callbacks, self.parts.episode_runner, self.ppo.engine):
                 stack.enter_context(closing(part))
             yield
 
@@ -121,12 +139,12 @@ class TrainingRun:
         set_seed(self.config.seed)
         if self.config.resume:
             self.checkpoints.resume()
-            self.trainer.engine.weights_changed(self.trainer.model)
+            self.ppo.engine.weights_changed(self.ppo.model)
         elif self.state.iteration == 0:
             self.world.on_main_rank(lambda: check_no_run(self.run_dir))
-        for line in banner(self.trainer):
-            self.trainer.say(line)
-        self_check(self.trainer)
+        for line in banner(self.ppo):
+            self.say(line)
+        self_check(self.ppo)
 
     def _open_log(self) -> SharedLog:
         log = SharedLog(
@@ -135,9 +153,9 @@ class TrainingRun:
             self.config,
             callbacks=self.callbacks,
             first=self.state.iteration,
-            device=device_name(self.trainer.device),
+            device=device_name(self.parts.device),
         )
-        self.trainer.reporter.notes += log.notes
+        self.ppo.reporter.notes += log.notes
         return log
 
     @contextmanager
@@ -167,36 +185,18 @@ class TrainingRun:
         first = self.state.iteration
         end = self.config.iterations
         metrics: dict[str, float] = {}
-        bar = progress("PPO", self.trainer.reporter.console, total=end, completed=first)
+        bar = progress("PPO", self.ppo.reporter.console, total=end, completed=first)
         with bar as show:
             self.callbacks.begin(first)
             while self.state.iteration < end and not self._is_over():
                 self.callbacks.tell("on_step_begin")
-                random_state_before = random_state()
-                steps_before = self.state.optimizer_step
+                before = Before(random_state(), self.state.state_dict())
                 try:
                     metrics = self.iteration(log)
-                except PhaseEndedError as ended:
-                    restore_random_state(random_state_before)
-                    self.out_of_prompts = str(ended)
-                    break
-                except (RolloutError, RewardError) as error:
-                    # In the middle of an update there is nothing to save; a resumed run starts at
-                    # the last checkpoint.
-                    if self.state.optimizer_step != steps_before:
+                except Exception as error:
+                    if not self._ends_quietly(error, before, log):
                         raise
-                    restore_random_state(random_state_before)
-                    if self.stop_request.is_stopping():
-                        break  # Ctrl-C in a terminal also ends the processes of a reward
-                    # A run whose first rewards fail has nothing to keep.
-                    if self.state.iteration or isinstance(error, RolloutError):
-                        self.checkpoints.finish()
-                    raise
-                except FloatingPointError as error:
-                    # No checkpoint, because only some of the iteration's steps were taken.
-                    skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
-                    log.metrics(self.state.iteration, skipped, [f"stopped: {error}"])
-                    raise
+                    break
                 show(completed=self.state.iteration, status=status(metrics))
                 by_callback = self.callbacks.step_ended()
                 by_signal = self.stop_request.checkpoint_wanted()
@@ -204,13 +204,38 @@ class TrainingRun:
                 if self.evaluation_error is not None:
                     self.checkpoints.finish()
                     if self.stop_request.is_stopping() and self._is_short:
-                        self.trainer.say(f"the evaluation failed: {self.evaluation_error}")
+                        self.say(f"the evaluation failed: {self.evaluation_error}")
                         break
                     raise self.evaluation_error
         self.checkpoints.finish()
         if self._is_short:
             log.ended(self._why_ended())
         return metrics
+
+    def _ends_quietly(self, error: Exception, before: Before, log: Any) -> bool:
+        """Keep the work before a failed iteration, and return whether the run ends without error.
+
+        An iteration that has not taken an optimizer step has changed nothing but the state and the
+        random numbers, which are restored. In the middle of an update there is nothing to save; a
+        resumed run starts at the last checkpoint.
+        """
+        if isinstance(error, SkippedStepsError):
+            log.metrics(self.state.iteration, error.metrics, [f"stopped: {error}"])
+        steps_before = before.state["step_control"]["optimizer_step"]
+        keeps = getattr(error, "keeps_work", False)
+        if not keeps or self.ppo.step_control.optimizer_step != steps_before:
+            return False
+        restore_random_state(before.random_state)
+        self.state.load_state_dict(before.state)
+        if isinstance(error, PhaseEndedError):
+            self.out_of_prompts = str(error)
+            return True
+        if self.stop_request.is_stopping():
+            return True  # Ctrl-C in a terminal also ends the processes of a reward
+        # A run whose first rewards fail has nothing to keep.
+        if self.state.iteration or isinstance(error, RolloutError):
+            self.checkpoints.finish()
+        return False
 
     def _why_ended(self) -> str:
         """Return why the run ended before its last iteration."""
@@ -235,54 +260,56 @@ class TrainingRun:
             RolloutError: the engine returned no responses.
             FloatingPointError: too many optimizer steps in a row were not finite.
         """
-        trainer = self.trainer
-        options = trainer.begin_iteration()
-        chosen = self._choose(self.state.prompts_seen, options.prompts_per_iteration)
-        prompts = trainer.prompts.select(chosen.rows)
-        before = trainer.evaluation.before_update(trainer)
-        if options.async_steps:
-            trainer.engine.prepare(self._prompts_after(chosen))
+        coefficients = self.ppo.begin_iteration()
+        chosen = self._choose(self.state.prompts_seen, self.config.prompts_per_iteration)
+        prompts = self._prompts.select(chosen.rows)
+        before = self.evaluation.before_update()
+        if self.config.async_steps:
+            self.ppo.engine.prepare(self._prompts_after(chosen))
 
         def more_prompts(count: int) -> Prompts:
             nonlocal chosen
             following = self._choose(chosen.position, count)
             chosen = Chosen(chosen.rows + following.rows, following.position)
-            prompts: Prompts = trainer.prompts.select(following.rows)
-            return prompts
+            return self._prompts.select(following.rows)
 
-        timer = PhaseTimer(options, self._stop_before)
-        iteration = trainer.iterate(prompts, options, timer, more_prompts)
+        timer = PhaseTimer(self.config, self._stop_before)
+        iteration = self.ppo.iterate(prompts, coefficients, timer, more_prompts)
         metrics: dict[str, float] = before | iteration.metrics
-        metrics |= trainer.curriculum.take(chosen, iteration.drawn.scores, self.state)
-        if options.dynamic_sampling:
-            metrics["prompts_drawn"] = len(chosen.rows) / options.samples_per_prompt
+        metrics |= self.curriculum.take(chosen, iteration.drawn.scores, self.state)
+        if self.config.dynamic_sampling:
+            metrics["prompts_drawn"] = len(chosen.rows) / self.config.samples_per_prompt
         requested = self.callbacks.take("should_evaluate")
         try:
-            metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
+            metrics |= self.evaluation.after_update(log, requested=requested)
         except (RolloutError, RewardError) as error:
             self.evaluation_error = error
 
         number = self.state.iteration
-        log.metrics(number, metrics, trainer.reporter.watch(self.state, metrics))
+        log.metrics(number, metrics, self.ppo.reporter.watch(self.state, metrics))
         responses = iteration.responses
-        texts = trainer.completions(responses.prompts, responses.rollout, LOGGED_SAMPLES)
+        texts = self.ppo.completions(responses.prompts, responses.rollout, LOGGED_SAMPLES)
         log.samples(number, sample_records(responses, iteration.experience, texts))
         self.state.iteration += 1
         return metrics
+
+    @property
+    def _prompts(self) -> Prompts:
+        assert self.parts.prompts is not None
+        return self.parts.prompts
 
     def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
         """Return the token ids of the next iteration's prompts; none after the last."""
         if self.state.iteration + 1 == self.config.iterations:
             return []
         following = self._choose(chosen.position, self.config.prompts_per_iteration)
-        return self.trainer.prompts.select(following.rows).token_ids
+        return self._prompts.select(following.rows).token_ids
 
     def _choose(self, position: int, count: int) -> Chosen:
         """Choose the next `count` prompts from a position in the epochs on."""
         state = replace(self.state, prompts_seen=position)
         samples = self.config.samples_per_prompt
-        chosen: Chosen = self.trainer.curriculum.at(state, count, self.config.seed, samples)
-        return chosen
+        return self.curriculum.at(state, count, self.config.seed, samples)
 
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from fastppo.data.world import World
 from fastppo.models.sharding import sharded_like
-from fastppo.ppo.experience import Experience
 
 DECAY = 0.8
 """ρ: the factor on a batch's weight at each later update."""
@@ -72,16 +71,14 @@ class ValueRegression:
         self.batch = None
 
     @torch.no_grad()
-    def add(self, states: Tensor, micro: Experience) -> None:
+    def add(self, states: Tensor, returns: Tensor, counted: Tensor) -> None:
         """Add the tokens of a microbatch.
 
         Args:
             states: [n, H], the value head's inputs, any dtype.
-            micro: their returns and weights. Tokens without weight are left out.
+            returns: [n], their Monte Carlo returns.
+            counted: [n] bool, the tokens to add; the others are left out.
         """
-        returns = micro.monte_carlo_returns
-        assert micro.token_weights is not None
-        counts = micro.token_weights > 0
         size = states.shape[1] + 2
         if self.batch is None:
             self.batch = torch.zeros(size, size, dtype=torch.float64, device=states.device)
@@ -91,7 +88,7 @@ class ValueRegression:
             z[:, :-2] = states[chosen]
             z[:, -2] = 1
             z[:, -1] = returns[chosen]
-            z *= counts[chosen].unsqueeze(1)
+            z *= counted[chosen].unsqueeze(1)
             self.batch.addmm_(z.T, z)
 
     @torch.no_grad()

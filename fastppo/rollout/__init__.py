@@ -34,6 +34,8 @@ class RolloutError(RuntimeError):
     """The engine cannot generate responses. The run drops the iteration and ends with a checkpoint;
     after an update, in an evaluation, it keeps the iteration."""
 
+    keeps_work = True
+
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
@@ -191,6 +193,9 @@ class RolloutEngine(ABC):
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Replace copies and caches of old weights by those of `policy`, the trainer's
         `ActorCritic`. Called after an update and after loading a checkpoint."""
+
+    def prepare(self, prompt_ids: list[list[int]]) -> None:  # noqa: B027
+        """Start to generate responses to the next iteration's prompts, if the engine can."""
 
     def release(self) -> None:  # noqa: B027
         """Free memory for the learner. Called before an update."""

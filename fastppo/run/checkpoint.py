@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fastppo.models.sharding import reshard, sharded_like
 from fastppo.run import identity, manifest, shards
 
-FORMAT = 5
+FORMAT = 6
 """Increased whenever the files of a checkpoint change."""
 
 CHECKPOINTS_KEPT = 2

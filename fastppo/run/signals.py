@@ -29,6 +29,8 @@ Handler = Callable[[int, Any], None]
 class PhaseEndedError(Exception):
     """An iteration ends before its update, because the run stops."""
 
+    keeps_work = True
+
 
 class StopRequest:
     """The requests of signals: to stop, or to write a checkpoint.

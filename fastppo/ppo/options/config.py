@@ -8,7 +8,7 @@ wrong options are refused at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from fastppo.functional import scalars
@@ -130,17 +130,6 @@ class PPOConfig(
         """Return the value that a schedule starts from, or None."""
         return self.update_target if schedule.name == "step_kl" else getattr(self, schedule.name)
 
-    def at(self, iteration: int) -> PPOConfig:
-        """Return the options of one iteration, with the schedules applied."""
-        if not self.schedules:
-            return self
-        progress = min(1.0, iteration / max(1, self.iterations - 1))
-        changed = {
-            schedule.name: schedule.value(self.start_of(schedule), progress)
-            for schedule in map(Schedule.parse, self.schedules)
-        }
-        return replace(self, **changed)  # type: ignore[arg-type]
-
     @property
     def update_target(self) -> float:
         """Target of `learning_rate=auto`: `step_kl`, or its default for the size of the batch.
@@ -156,11 +145,6 @@ class PPOConfig(
         """Target of the entropy, nats per token, which `entropy_coef` is adapted to."""
         schedules = map(Schedule.parse, self.schedules)
         return next((each.final for each in schedules if each.shape == "target"), None)
-
-    def scheduled_values(self) -> dict[str, float]:
-        """Return the scheduled options of `at(iteration)` as metrics, `schedule/NAME`."""
-        names = [Schedule.parse(text).name for text in self.schedules]
-        return {f"schedule/{name}": float(getattr(self, name)) for name in names}
 
     @property
     def own_functions(self) -> list[str]:
@@ -229,10 +213,6 @@ class PPOConfig(
     def critic_only_epochs(self) -> int:
         """Epochs over each batch that train only the critic."""
         return 0 if self.value_epochs is None else self.value_epochs - self.ppo_epochs
-
-    def stops_at(self, policy_kl: float) -> bool:
-        """Return whether the KL to the rollout policy, nats per token, ends the update."""
-        return self.early_stop_kl is not None and policy_kl > self.early_stop_kl
 
     @property
     def steps_per_iteration(self) -> int:

@@ -11,8 +11,6 @@ import torch
 from transformers import set_seed
 
 from fastppo.data import fingerprint
-from fastppo.data.prompts import Prompts
-from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
 from fastppo.environments.agents import Agent
 from fastppo.environments.turns import OneTurn, Turns
@@ -22,10 +20,9 @@ from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import check_vocabulary, pad_token_id, stop_token_ids
 from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
 from fastppo.models.sharding import shard
-from fastppo.ppo.curriculum import Curriculum
-from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig, check_processes
+from fastppo.ppo.parts import Parts
 from fastppo.ppo.setup.preflight import (
     Given,
     RunInputs,
@@ -47,35 +44,6 @@ from fastppo.rollout.stopping import StopStrings
 from fastppo.rollout.vllm import VLLMEngine
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunComponents:
-    """Parts of a run."""
-
-    device: torch.device
-    tokenizer: Any
-    model: ActorCritic
-    reference: ReferencePolicy | None
-    """None if no KL needs a model."""
-    optimizer: Any
-    engine: RolloutEngine
-    sampling: Sampling
-    episode_runner: OneTurn | Turns
-    """Generates the responses, single-turn or with the turns of an environment."""
-    prompts: Prompts | None
-    curriculum: Curriculum
-    pretraining: PretrainingText | None
-    scorer: Scorer
-    functions: dict[str, Callable[..., Any]]
-    """User-defined functions by option."""
-    evaluation: Evaluation
-    context: int | None
-    """Longest sequence, tokens: the shortest context of policy, reference and critic."""
-    fingerprints: dict[str, str]
-    """Fingerprints of models, data and rewards, by option."""
-    notes: list[str]
-    """Sentences for the user about a fallback to another engine or layout, or replaced prompts."""
-
-
 def world_of(config: PPOConfig, world: World | None = None) -> World:
     """Return `world`, or the processes that torchrun started.
 
@@ -95,7 +63,7 @@ def build(
     *,
     say: Callable[[str], None] = print,
     world: World | None = None,
-) -> RunComponents:
+) -> Parts:
     """Build the parts that the config names, or take those in `given`.
 
     Args:
@@ -133,8 +101,9 @@ def build(
     )
     functions = {name: term.function for name, term in inputs.functions.items()}
     set_seed(config.seed)  # how many numbers were drawn depends on the number of ranks
-    return RunComponents(
+    return Parts(
         device=device,
+        world=world,
         tokenizer=inputs.tokenizer,
         model=policy,
         reference=models.reference,
@@ -142,17 +111,10 @@ def build(
         engine=engine,
         sampling=make_sampling(config, inputs.tokenizer, models.stop_token_ids),
         prompts=inputs.prompts,
-        curriculum=Curriculum(len(inputs.prompts or ()), config.solved_reward),
+        held_out=inputs.held_out,
         pretraining=inputs.pretraining,
         scorer=scorer,
         functions=functions,
-        evaluation=Evaluation(
-            inputs.held_out,
-            scorer,
-            interval=config.eval_interval,
-            modes=config.eval_sampling,
-            batch_size=config.rollout_batch_size,
-        ),
         episode_runner=make_episode_runner(config, inputs, calls=calls, world=world),
         context=inputs.context,
         fingerprints=models.fingerprints | inputs.fingerprints,

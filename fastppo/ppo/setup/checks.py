@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
@@ -30,16 +29,16 @@ LOGIT_STEPS = 4 * 2**-8
 several times before. Logits of 16 to 32 are an eighth apart."""
 
 
-def check_can_train(trainer: Any) -> None:
+def check_can_train(ppo: PPO) -> None:
     """Raise ValueError if there are no prompts, or nothing to train on."""
-    has_rewards = trainer.scorer.terms or trainer.episode_runner.has_rewards
-    distills = trainer.reference is not None and trainer.reference.is_given
-    if trainer.prompts is None or not (has_rewards or distills):
+    has_rewards = ppo.parts.scorer.terms or ppo.parts.episode_runner.has_rewards
+    distills = ppo.reference is not None and ppo.reference.is_given
+    if ppo.parts.prompts is None or not (has_rewards or distills):
         raise ValueError(
             "train() needs prompts and at least one reward, or reference_model as a teacher; "
             "step() needs neither"
         )
-    config = trainer.config
+    config = ppo.config
     if not has_rewards and config.is_adaptive and not config.is_used("kl_coef"):
         raise ValueError(
             "learning_rate=auto adapts the rate while advantages move the policy: without rewards "
@@ -47,26 +46,29 @@ def check_can_train(trainer: Any) -> None:
         )
 
 
-def self_check(trainer: Any) -> None:
+def self_check(ppo: PPO) -> None:
     """Check that the first update is on-policy, and warn about unusual options.
 
     Raises:
         RuntimeError: the first update would not be on-policy.
     """
-    fresh_reference = trainer.reference
-    if trainer.state.optimizer_step or (fresh_reference is not None and fresh_reference.is_given):
+    fresh_reference = ppo.reference
+    if ppo.step_control.optimizer_step or (
+        fresh_reference is not None and fresh_reference.is_given
+    ):
         fresh_reference = None
-    with explain_out_of_memory("the self-check", trainer.config):
+    assert ppo.parts.prompts is not None
+    with explain_out_of_memory("the self-check", ppo.config):
         check_on_policy(
-            trainer.prompts,
-            trainer.config,
-            model=trainer.model,
-            engine=trainer.engine,
-            sampling=trainer.sampling,
+            ppo.parts.prompts,
+            ppo.config,
+            model=ppo.model,
+            engine=ppo.engine,
+            sampling=ppo.parts.sampling,
             fresh_reference=fresh_reference,
         )
-    for sentence in [*odd_options(trainer.config), *busy_cpu(trainer.device)]:
-        trainer.say(sentence, "yellow")
+    for sentence in [*odd_options(ppo.config), *busy_cpu(ppo.parts.device)]:
+        ppo.reporter.say(sentence, "yellow")
 
 
 def check_on_policy(

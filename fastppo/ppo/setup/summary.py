@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +10,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.functional.scalars import counted
 from fastppo.models.device import device_name
 from fastppo.models.pretrained import model_config
+from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.checks import odd_options
 from fastppo.ppo.setup.preflight import MADE_UP, RunInputs, replaced_prompts
@@ -115,31 +114,28 @@ def _data(source: str, prompts: Prompts | None, column: str) -> str:
     return f"{source}, {counted(len(prompts or ()), 'row')} with {columns}"
 
 
-def banner(trainer: Any) -> list[str]:
-    """Return the lines to print before the first iteration.
-
-    Args:
-        trainer: a `PPOTrainer`.
-    """
-    config = trainer.config
-    parameters = [*trainer.model.parameters()]
+def banner(ppo: PPO) -> list[str]:
+    """Return the lines to print before the first iteration."""
+    config = ppo.config
+    parts = ppo.parts
+    parameters = [*ppo.model.parameters()]
     count = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    device = device_name(trainer.device)
-    if trainer.world.size > 1:
-        device = f"{trainer.world.size} processes, each on {device}"
-    name = config.model or type(trainer.model.causal_lm).__name__
-    prompts = f"{len(trainer.prompts)} of {config.prompts or 'those that were passed in'}"
-    if trainer.evaluation.prompts is not None:
-        prompts += f"; {len(trainer.evaluation.prompts)} held out, of {config.eval_prompts}"
-    paid = [term.name for term in trainer.scorer.terms]
-    if trainer.episode_runner.has_rewards:
-        paid.append(f"environment {trainer.episode_runner.name}")
+    device = device_name(parts.device)
+    if ppo.world.size > 1:
+        device = f"{ppo.world.size} processes, each on {device}"
+    name = config.model or type(ppo.model.causal_lm).__name__
+    prompts = f"{len(parts.prompts or ())} of {config.prompts or 'those that were passed in'}"
+    if parts.held_out is not None:
+        prompts += f"; {len(parts.held_out)} held out, of {config.eval_prompts}"
+    paid = [term.name for term in parts.scorer.terms]
+    if parts.episode_runner.has_rewards:
+        paid.append(f"environment {parts.episode_runner.name}")
     rewards = ", ".join(paid) or "none: the KL to the reference alone"
-    if trainer.scorer.monitors:
-        rewards += "; monitored: " + ", ".join(term.name for term in trainer.scorer.monitors)
-    first = trainer.state.iteration + 1
-    turns = trainer.episode_runner.max_turns
+    if parts.scorer.monitors:
+        rewards += "; monitored: " + ", ".join(term.name for term in parts.scorer.monitors)
+    first = ppo.state.iteration + 1
+    turns = parts.episode_runner.max_turns
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     left = f"iterations {first} to {config.iterations}"
     responses = counted(config.rollout_batch_size, "response")

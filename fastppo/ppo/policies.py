@@ -1,7 +1,7 @@
-"""Old logprobs and values, and the importance weights of a sampler that differs from the policy.
+"""What the policies before the update say about a batch: old logprobs, values, the reference.
 
-If the sampler computes the same weights in fp32, its own logprobs and values are used, and the
-learner needs no forward pass before the first update. Otherwise the learner recomputes them. The
+If the sampler computes the same weights in fp32, its logprobs and values are used, and the learner
+needs no forward pass before the first update. Otherwise the learner recomputes them. The
 policy term of the loss is then multiplied by the importance weight π_old/π_sampler, per token or
 multiplied over the response. Outside its bounds the weight is clamped (truncate) or 0 (mask). Under
 top-k, top-p or another restriction, π_old/π_sampler is the probability mass that remained.
@@ -17,17 +17,19 @@ with two bounds, Ling Team 2025 (IcePop, arXiv:2510.18855).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastppo.data.microbatches import MicrobatchPlan
-from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.ppo.parts import Parts
+from fastppo.rollout import Rollout
 
 MISMATCH_LIMIT = 0.1
 """Tokens with |π_old/π_sampler − 1| above this, or with more excluded mass, are counted in the
@@ -35,19 +37,6 @@ metrics. Half of the default clip range."""
 
 LEAST = torch.finfo(torch.float32).tiny
 """Lower bound of a sum of squares, for a batch with all tokens masked."""
-
-
-class OldPolicy(NamedTuple):
-    """Statistics of a batch under the policy before the update: [N] fp32, no gradient."""
-
-    logprobs: Tensor
-    """Nats, of softmax(z/T)."""
-    values: Tensor
-    final_values: Tensor | None
-    """[B], value after each sequence's last token, used for truncated responses."""
-    importance_weights: Tensor | None = None
-    """[N]; None if the sampler is the policy."""
-    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
 
 
 class GivenPolicy(NamedTuple):
@@ -58,79 +47,71 @@ class GivenPolicy(NamedTuple):
     values: Tensor | None = None
 
 
-class ReferenceStats(NamedTuple):
-    """Statistics of a batch under the reference policy: [N] fp32, nats, no gradient."""
-
-    logprobs: Tensor | None = None
-    """None without a reference."""
-    exact_kl: Tensor | None = None
-    """KL(policy, reference) of each token's distribution, if the reward uses it."""
-
-
 def read_old_policy(
+    experience: Experience,
     rollout: Rollout,
     plan: MicrobatchPlan,
-    options: PPOConfig,
+    config: PPOConfig,
     *,
-    model: ActorCritic,
-    engine: RolloutEngine,
-    sampling: Sampling,
-    given_policy: GivenPolicy | None = None,
-) -> OldPolicy:
-    """Return old logprobs and values of a rollout's responses.
+    parts: Parts,
+    given: GivenPolicy | None = None,
+) -> tuple[Experience, dict[str, float]]:
+    """Fill in the old logprobs and values, and the importance weights.
 
     Args:
         plan: prompts and responses in microbatches.
-        engine, sampling: the rollout's engine and sampling.
-        given_policy: used instead of the engine's. Values after truncated responses always come
-            from the current model.
+        parts: with the model, the engine and the sampling of the rollout.
+        given: used instead of the engine's. Values after truncated responses always come from the
+            current model.
+
+    Returns:
+        (experience, metrics of the mismatch of policy and sampler).
     """
+    model = parts.model
     device = model.device
-    logprobs = None
-    values = None
-    if given_policy is not None:
-        logprobs = _on(device, given_policy.logprobs)
-        values = _on(device, given_policy.values)
-    if logprobs is not None and values is not None and not options.bootstrap_truncated:
-        return OldPolicy(logprobs, values, None)
-    is_exact = engine.same_weights and model.is_full_precision
-    if wants_sampler(rollout, is_exact, options):
+    sampling = parts.sampling
+    given = given or GivenPolicy()
+    logprobs = _on(device, given.logprobs)
+    values = _on(device, given.values)
+    if logprobs is not None and values is not None and not config.bootstrap_truncated:
+        return replace(experience, old_logprobs=logprobs, old_values=values), {}
+    metrics: dict[str, float] = {}
+    is_exact = parts.engine.same_weights and model.is_full_precision
+    if wants_sampler(rollout, is_exact, config):
         assert rollout.logprobs is not None
         assert rollout.values is not None
-        old = OldPolicy(
-            torch.cat(rollout.logprobs).to(device),
-            torch.cat(rollout.values).to(device),
-            _on(device, rollout.final_values),
-        )
-    elif options.old_logprobs == "sampler" and rollout.sampler_logprobs is not None:
+        logprobs = torch.cat(rollout.logprobs).to(device)
+        values = torch.cat(rollout.values).to(device)
+        final_values = _on(device, rollout.final_values)
+    elif config.old_logprobs == "sampler" and rollout.sampler_logprobs is not None:
         sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
+        logprobs = torch.cat(sampled).to(device)
         values, final_values = model.values_of_plan(plan)
-        old = OldPolicy(torch.cat(sampled).to(device), values, final_values)
-        if rollout.logprobs is None:
-            return old  # the ratio in the loss is to the sampler itself
     else:
-        evaluation = model.evaluate_plan(plan, **options.softmax)
-        old = OldPolicy(
-            evaluation.logprobs if logprobs is None else logprobs,
-            evaluation.values if values is None else values,
-            evaluation.final_values,
-        )
+        evaluation = model.evaluate_plan(plan, **config.softmax)
+        logprobs = evaluation.logprobs if logprobs is None else logprobs
+        values = evaluation.values if values is None else values
+        final_values = evaluation.final_values
         if rollout.sampler_logprobs is not None:
             # Before top-k and top-p, if the engine returns those.
-            engine_logprobs = rollout.logprobs
-            if engine_logprobs is None:
-                engine_logprobs = rollout.sampler_logprobs
-            metrics = mismatch(old.logprobs, torch.cat(engine_logprobs).to(device))
-            old = old._replace(metrics=metrics)
-    # With the same weights in fp32, only rounding differs.
-    if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
-        return old
+            sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
+            metrics = mismatch(logprobs, torch.cat(sampled).to(device))
+    experience = replace(
+        experience, old_logprobs=logprobs, old_values=values, final_values=final_values
+    )
+    # With the same weights in fp32, only rounding differs. If the old logprobs are the sampler's,
+    # the ratio in the loss is to the sampler itself.
+    is_sampler = config.old_logprobs == "sampler" and rollout.logprobs is None
+    is_same = is_sampler or (is_exact and not sampling.is_restricted)
+    if rollout.sampler_logprobs is None or is_same:
+        return experience, metrics
     sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
     lengths = torch.tensor(rollout.generated_lengths, device=device)
-    weights, metrics = importance(old.logprobs, sampler_logprobs, lengths, options)
+    weights, more = importance(logprobs, sampler_logprobs, lengths, config)
+    metrics |= more
     if sampling.is_restricted:
-        metrics |= excluded(old.logprobs, sampler_logprobs)
-    return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
+        metrics |= excluded(logprobs, sampler_logprobs)
+    return replace(experience, importance_weights=weights), metrics
 
 
 def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
@@ -138,37 +119,47 @@ def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
 
 
 def read_reference(
-    reference: ReferencePolicy | None, plan: MicrobatchPlan, options: PPOConfig, *, kl_coef: float
-) -> ReferenceStats:
-    """Return the reference's logprobs, and the exact KL if the reward uses it.
+    experience: Experience,
+    reference: ReferencePolicy | None,
+    plan: MicrobatchPlan,
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+) -> Experience:
+    """Fill in the reference's logprobs, and the exact KL if the reward uses it.
 
     Args:
         kl_coef: β in the reward; with 0 the exact KL is not computed.
     """
     if reference is None:
-        return ReferenceStats()
-    if options.kl_estimator == "full" and kl_coef > 0:
-        token_kl = reference.token_kl(plan.batches, **options.softmax)
-        return ReferenceStats(plan.in_order(token_kl.ref_logprobs), plan.in_order(token_kl.kl))
-    return ReferenceStats(plan.in_order(reference.logprobs(plan.batches, **options.softmax)))
+        return experience
+    if config.kl_estimator == "full" and kl_coef > 0:
+        token_kl = reference.token_kl(plan.batches, **config.softmax)
+        return replace(
+            experience,
+            ref_logprobs=plan.in_order(token_kl.ref_logprobs),
+            exact_kl=plan.in_order(token_kl.kl),
+        )
+    logprobs = reference.logprobs(plan.batches, **config.softmax)
+    return replace(experience, ref_logprobs=plan.in_order(logprobs))
 
 
-def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
+def wants_sampler(rollout: Rollout, is_exact: bool, config: PPOConfig) -> bool:
     """Whether old logprobs and values both come from the sampler.
 
     Args:
         is_exact: whether sampler and learner compute the same weights in fp32.
     """
     lacks_values = rollout.values is None
-    if options.bootstrap_truncated:
+    if config.bootstrap_truncated:
         lacks_values = lacks_values or rollout.final_values is None
-    if options.old_logprobs == "recompute" or rollout.logprobs is None or lacks_values:
+    if config.old_logprobs == "recompute" or rollout.logprobs is None or lacks_values:
         return False
-    return is_exact or options.old_logprobs == "sampler"
+    return is_exact or config.old_logprobs == "sampler"
 
 
 def importance(
-    logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, options: PPOConfig
+    logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, config: PPOConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Return bounded importance weights and their metrics.
 
@@ -181,11 +172,11 @@ def importance(
     Returns:
         (weights [N] fp32, or None without a bound; metrics).
     """
-    cap = options.importance_cap
-    floor = options.importance_floor
+    cap = config.importance_cap
+    floor = config.importance_floor
     if (cap is None and floor is None) or not len(logprobs):
         return None, {}
-    by_response = options.importance_mode.startswith("sequence")
+    by_response = config.importance_mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
     if by_response:
         log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
@@ -193,7 +184,7 @@ def importance(
     bounded = ratio.clamp(min=floor, max=cap)
     beyond = bounded != ratio
     weights = bounded
-    if options.importance_mode.endswith("mask"):
+    if config.importance_mode.endswith("mask"):
         weights = torch.where(beyond, 0.0, ratio)
     if by_response:
         weights = weights.repeat_interleave(lengths)

@@ -1,0 +1,477 @@
+"""Advantages and returns of a batch, by the `advantage` option.
+
+With a value function, every kind is GAE: λ = 1 is Monte Carlo (reward-to-go minus value), λ = 0 is
+one-step TD. `sequence` gives every token the advantage of the first token at λ = 1. Without a value
+function, let R be the reward of a response, KL penalty included, and R̄ its mean over the
+n = samples_per_prompt responses to the prompt:
+
+    reinforce   G_t, the reward-to-go                               Williams 1992
+    rloo        R − mean of the other n − 1 = n/(n−1)·(R − R̄)       Ahmadian et al. 2024
+    group       (R − R̄)/(standard deviation of the n + 1e-4)        Shao et al. 2024 (GRPO)
+
+A user-defined function may replace all of them: `user_advantages`.
+
+With the exact KL in the reward, each token's penalty is passed as a reward at that token.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from fastppo_kernels.records import WHITEN_EPSILON
+from torch import Tensor
+
+from fastppo.data.batch import on_device
+from fastppo.functional import advantages as functional
+from fastppo.functional.advantages import Advantages, compute_advantages, gae
+from fastppo.functional.statistics import sampled_kl
+from fastppo.functional.user_functions import call_by_name, check_per_token, name_and_place
+from fastppo.ppo.coefficients import Coefficients
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
+from fastppo.ppo.trained import Trained
+from fastppo.rewards.scorer import Scores
+
+ONE_PER_RESPONSE = ("sequence", "rloo", "group")
+"""Kinds with one advantage for all tokens of a response."""
+
+MONTE_CARLO = ("sequence", *CRITIC_FREE)
+"""Kinds with λ = 1."""
+
+GROUP_EPS = 1e-4
+"""Added to a group's standard deviation, reward units. TRL's value."""
+
+ROUNDING = 1e-5
+"""Advantages of at most this size, in reward units, are set to 0. If all responses earn the same
+and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
+normalizes the gradient and would take a full step in its direction."""
+
+LEAST_SIGNAL = 0.1
+"""Smallest standard deviation of a batch's scores that is a signal, as a share of the usual one."""
+
+SCALE_BATCHES = 10
+"""Batches of which the usual standard deviation is the median."""
+
+
+@dataclass(slots=True)
+class ScoreScale:
+    """The usual standard deviation of a run's scores, robust against single batches."""
+
+    recent: list[float] = field(default_factory=list)
+    """Of the latest batches with different scores, newest last."""
+
+    @property
+    def floor(self) -> float:
+        """Smallest standard deviation of a batch with a signal; 0 before the first."""
+        return LEAST_SIGNAL * statistics.median(self.recent) if self.recent else 0.0
+
+    def add(self, deviation: float) -> None:
+        """Add a batch's standard deviation."""
+        self.recent = [*self.recent, deviation][-SCALE_BATCHES:]
+
+
+class Estimates(NamedTuple):
+    """What an estimator computes, packed [N] fp32."""
+
+    advantages: Tensor
+    returns: Tensor
+    """Targets of the value loss."""
+    spread: Tensor
+    """Standard deviation of the advantages before whitening, 0-d."""
+
+
+def estimate_advantages(
+    experience: Experience,
+    scores: Scores,
+    config: PPOConfig,
+    coefficients: Coefficients,
+    *,
+    score_scale: ScoreScale | None = None,
+    function: Callable[..., Any] | None = None,
+) -> Experience:
+    """Fill in the advantages and returns of packed responses, and what they train.
+
+    Advantages are 0 if all responses have about the same discounted score, or if they are only
+    rounding errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of
+    the value function otherwise. Advantages of a user's function are only compared with rounding
+    errors, because their source and unit are unknown. With truncated=mask, truncated responses
+    have advantages of 0 and count only in the baselines of `rloo` and `group`.
+
+    Args:
+        experience: has the statistics of the policies.
+        scores: rewards at the last tokens and within the responses.
+        coefficients: with β of the KL in the reward.
+        score_scale: of the batches before; this batch is added. Default: a first batch.
+        function: the user's advantage; see `user_advantages`.
+    """
+    kl_coef = coefficients.kl_coef
+    experience = with_rewards(experience, scores, config, kl_coef)
+    has_kl = kl_coef != 0 and experience.ref_logprobs is not None
+    is_score_the_signal = function is None and (scores.has_rewards or not has_kl)
+    masked = experience.masked
+    whiten = config.whiten_advantages == "full"
+    # Masked responses must not move the mean and the variance of the others.
+    estimates = _estimates(experience, config, whiten and masked is None, function)
+    learned = estimates.advantages
+    spread = estimates.spread
+    in_loss: slice | Tensor = slice(None)
+    totals = _discounted_scores(experience, scores, config) if is_score_the_signal else None
+    if masked is not None:
+        finished = ~masked
+        if finished.any():
+            lengths = experience.batch.generated_lengths
+            in_loss = on_device(finished.repeat_interleave(lengths), experience.batch.device)
+            totals = None if totals is None else totals[finished]
+            spread = learned[in_loss].std(correction=0)
+            learned = _whitened(learned[in_loss], whiten, config)
+        else:
+            learned = torch.zeros_like(learned)
+            spread = learned.sum()
+            totals = None
+    advantages = torch.zeros_like(estimates.advantages)
+    advantages[in_loss] = _with_signal(learned, spread, totals, config, score_scale)
+    return replace(
+        experience,
+        advantages=advantages,
+        returns=estimates.returns,
+        monte_carlo_returns=monte_carlo_returns(experience, config),
+        advantage_std=spread,
+        trained=what_to_train(advantages, masked, config, coefficients),
+    )
+
+
+def what_to_train(
+    advantages: Tensor, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
+) -> Trained:
+    """Decide what an iteration trains.
+
+    The policy is left out during `value_warmup_iterations`. It is also left out if all advantages
+    are 0 and the loss has no KL: otherwise only errors of the value function would move it, at full
+    strength.
+    """
+    is_warmup = coefficients.iteration < config.value_warmup_iterations
+    has_signal = bool(advantages.any())
+    return Trained(
+        policy=not is_warmup and (has_signal or coefficients.kl_loss_coef != 0),
+        value=masked is None or not bool(masked.all()),
+        has_signal=has_signal,
+    )
+
+
+def with_rewards(
+    experience: Experience, scores: Scores, config: PPOConfig, kl_coef: float
+) -> Experience:
+    """Fill in the rewards, with the exact KL as a reward at each token.
+
+    Kinds of advantages without a value function have values of 0.
+    """
+    device = experience.batch.device
+    token_rewards = None if scores.within is None else scores.within.to(device)
+    if experience.ref_logprobs is None:
+        kl_coef = 0.0
+    if experience.exact_kl is not None:
+        penalty = -kl_coef * experience.exact_kl
+        token_rewards = penalty if token_rewards is None else token_rewards + penalty
+        kl_coef = 0.0
+    bootstrap = None
+    if config.bootstrap_truncated:
+        assert experience.final_values is not None
+        assert experience.truncated is not None
+        bootstrap = experience.final_values * experience.truncated.to(device).float()
+    values = experience.old_values
+    return replace(
+        experience,
+        last_rewards=scores.last.to(device),
+        token_rewards=token_rewards,
+        kl_coef=kl_coef,
+        bootstrap=bootstrap,
+        old_values=torch.zeros_like(values) if config.advantage in CRITIC_FREE else values,
+    )
+
+
+def _estimates(
+    experience: Experience, config: PPOConfig, whiten: bool, function: Callable[..., Any] | None
+) -> Estimates:
+    """Compute advantages and returns by the kind of the options, or by the user's function."""
+    if function is not None:
+        return _user_estimates(experience, config, whiten, function)
+    if config.advantage in ONE_PER_RESPONSE:
+        return _response_advantages(experience, config, whiten)
+    if config.advantage == "turn_gae":
+        return _turn_advantages(experience, config, whiten)
+    return _token_advantages(experience, config, whiten)
+
+
+def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
+    """Return the discounted rewards of each response without the KL, [B] on the CPU.
+
+    If they are equal, no action was better than another.
+    """
+    if config.gamma == 1:
+        return scores.total
+    within = None if scores.within is None else scores.within.to(experience.batch.device)
+    rewards_only = replace(
+        experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
+    )
+    return _of_responses(monte_carlo_returns(rewards_only, config), experience).cpu()
+
+
+def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
+    """Return the entry of each response's first token, [B]. An empty response has its reward."""
+    if len(by_token) == 0:
+        return experience.last_rewards.to(by_token.dtype)
+    starts = experience.batch.cu_seqlens
+    at_first = by_token[starts[:-1].clamp(max=len(by_token) - 1)]
+    return torch.where(starts.diff() > 0, at_first, experience.last_rewards.to(at_first.dtype))
+
+
+def _with_signal(
+    advantages: Tensor,
+    spread: Tensor,
+    totals: Tensor | None,
+    config: PPOConfig,
+    score_scale: ScoreScale | None,
+) -> Tensor:
+    """Return the advantages [n], scaled for `variance` and by the floor, 0 without a signal.
+
+    Args:
+        spread: standard deviation before whitening, 0-d.
+        totals: discounted scores of the responses, reward units; None if they are not the signal.
+        score_scale: see `estimate_advantages`.
+    """
+    if config.whiten_advantages == "full":
+        size = spread
+    else:
+        size = advantages.square().mean().sqrt()
+    if config.whiten_advantages == "variance" and len(advantages) > 1:
+        variance = advantages.var()
+        scaled = advantages * (variance + WHITEN_EPSILON).rsqrt()
+        advantages = torch.where(variance <= ROUNDING**2, advantages, scaled)
+    # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
+    advantages = torch.where(size <= ROUNDING, 0.0, advantages)
+    if totals is None:
+        return advantages
+    score_scale = score_scale or ScoreScale()
+    floor = score_scale.floor
+    # `group` has divided by the standard deviation of the scores.
+    if config.whiten_advantages != "none" and config.advantage != "group" and floor > 0:
+        advantages = advantages * (size / floor).clamp(max=1)
+    deviation = totals.std(correction=0).item()
+    if len(totals) > 1 and deviation <= max(floor, ROUNDING):
+        advantages = 0.0 * advantages
+    if deviation > ROUNDING and math.isfinite(deviation):
+        score_scale.add(deviation)
+    return advantages
+
+
+def monte_carlo_returns(experience: Experience, config: PPOConfig) -> Tensor:
+    """Return `Experience.monte_carlo_returns`, [N] fp32."""
+    without_values = replace(experience, old_values=torch.zeros_like(experience.old_values))
+    if config.advantage == "turn_gae":
+        _, returns = turn_gae(without_values, shaped_rewards(experience, config), 1.0, config)
+        return returns
+    return _token_gae(without_values, config, lam=1.0, whiten=False).returns
+
+
+def _token_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+    """GAE over tokens."""
+    lam: float | Tensor = config.lam
+    if config.advantage in MONTE_CARLO:
+        lam = 1.0
+    elif config.lam_alpha is not None:
+        # λ = 1 − 1/(α·length) per response, Yue et al. 2025 (VAPO).
+        lengths = experience.batch.generated_lengths.to(experience.batch.device)
+        lengths = lengths.float().clamp(min=1)
+        lam = (1 - 1 / (config.lam_alpha * lengths)).clamp(min=0)
+    result = _token_gae(experience, config, lam=lam, whiten=whiten)
+    returns = result.returns
+    if config.value_lam is not None:
+        returns = _token_gae(experience, config, lam=config.value_lam, whiten=False).returns
+    # Returns are never whitened.
+    spread = (result.returns - experience.old_values).std(correction=0)
+    return Estimates(result.advantages, returns, spread)
+
+
+def _token_gae(
+    experience: Experience, config: PPOConfig, *, lam: float | Tensor, whiten: bool
+) -> Advantages:
+    return compute_advantages(
+        experience.last_rewards,
+        experience.old_values,
+        experience.old_logprobs,
+        experience.ref_logprobs,
+        torch.ones_like(experience.old_values, dtype=torch.bool),
+        cu_seqlens=experience.batch.cu_seqlens,
+        kl_coef=experience.kl_coef,
+        kl_estimator=_estimator(config),
+        gamma=config.gamma,
+        lam=lam,
+        whiten=whiten,
+        bootstrap=experience.bootstrap,
+        token_rewards=experience.token_rewards,
+        backend=config.backend,
+    )
+
+
+def _response_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+    """One advantage per response, repeated for each of its tokens."""
+    result = _token_gae(experience, config, lam=1.0, whiten=False)
+    advantages = _against_group(_of_responses(result.advantages, experience), config)
+    lengths = experience.batch.cu_seqlens.diff()
+    advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
+    spread = advantages.std(correction=0)
+    return Estimates(_whitened(advantages, whiten, config), result.returns, spread)
+
+
+def _user_estimates(
+    experience: Experience, config: PPOConfig, whiten: bool, function: Callable[..., Any]
+) -> Estimates:
+    """Compute advantages by a user-defined function."""
+    advantages, returns = user_advantages(
+        function,
+        shaped_rewards(experience, config),
+        experience.old_values.clone(),  # the function may work in place
+        cu_seqlens=experience.batch.cu_seqlens,
+        old_logprobs=experience.old_logprobs.clone(),
+        ref_logprobs=None if experience.ref_logprobs is None else experience.ref_logprobs.clone(),
+        samples_per_prompt=config.samples_per_prompt,
+        gamma=config.gamma,
+    )
+    if returns is None:
+        returns = monte_carlo_returns(experience, config)
+    spread = advantages.std(correction=0)
+    return Estimates(_whitened(advantages, whiten, config), returns, spread)
+
+
+def user_advantages(
+    function: Callable[..., Any], rewards: Tensor, values: Tensor, **offered: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the advantages [N] of a user-defined function, and the returns if it has both.
+
+    Args:
+        rewards, values: [N], arguments of the function, before a mask [N] bool.
+        offered: keywords that the function may name.
+
+    Raises:
+        ValueError: the function takes other arguments, or returns something else, or NaN or
+            infinity without having got any.
+    """
+    first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
+    tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
+    is_given_finite = all(x.isfinite().all() for x in tensors)
+    result = call_by_name("advantage", function, first, offered)
+    results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+    checked = []
+    for name, value in zip(("advantages", "returns"), results, strict=False):
+        value = check_per_token("advantage", function, name, value, rewards)
+        invalid = int((~value.isfinite()).sum())
+        if invalid and is_given_finite:  # otherwise it is not the function's fault
+            raise ValueError(
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
+                f"{len(value)} tokens"
+            )
+        checked.append(value)
+    return checked[0], checked[1] if len(checked) == 2 else None
+
+
+def _against_group(rewards: Tensor, config: PPOConfig) -> Tensor:
+    """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
+
+    Raises:
+        ValueError: the batch does not consist of whole groups.
+    """
+    if config.advantage == "sequence":
+        return rewards
+    count = config.samples_per_prompt
+    if len(rewards) % count:
+        raise ValueError(
+            f"advantage={config.advantage} needs samples_per_prompt={count} adjacent responses "
+            f"per prompt, got {len(rewards)} responses"
+        )
+    groups = rewards.view(-1, count)
+    above = groups - groups.mean(dim=1, keepdim=True)
+    deviation = groups.std(dim=1, keepdim=True)
+    above = torch.where(deviation <= ROUNDING, 0.0, above)
+    if config.advantage == "rloo":
+        above = above * (count / (count - 1))
+    else:
+        above = above / (deviation + GROUP_EPS)
+    return above.flatten()
+
+
+def shaped_rewards(experience: Experience, config: PPOConfig) -> Tensor:
+    """Return per-token rewards [N] fp32, with the KL penalty and the score."""
+    if experience.token_rewards is None:
+        rewards = torch.zeros_like(experience.old_values)
+    else:
+        rewards = experience.token_rewards.clone()
+    if experience.kl_coef:
+        assert experience.ref_logprobs is not None
+        kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs, _estimator(config))
+        rewards -= experience.kl_coef * kl
+    starts = experience.batch.cu_seqlens
+    # An empty response has no token, and adds 0 to its neighbor's last one.
+    last = torch.where(starts.diff() > 0, experience.last_rewards, 0.0).to(rewards.dtype)
+    return rewards.index_put((starts[1:] - 1,), last, accumulate=True)
+
+
+def _turn_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+    """GAE over turns."""
+    rewards = shaped_rewards(experience, config)
+    advantages, returns = turn_gae(experience, rewards, config.lam, config)
+    spread = advantages.std(correction=0)
+    if config.value_lam is not None:
+        _, returns = turn_gae(experience, rewards, config.value_lam, config)
+    return Estimates(_whitened(advantages, whiten, config), returns, spread)
+
+
+def turn_gae(
+    experience: Experience, rewards: Tensor, lam: float, config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """GAE over turns, with γ and λ per turn and V_k the value before turn k:
+
+        δ_k = Σ r_t of the turn + γ·V_{k+1} − V_k,   A_k = δ_k + γλ·A_{k+1}
+
+    Args:
+        rewards: [N] fp32 from `shaped_rewards`.
+
+    Returns:
+        (advantages [N], one per turn, repeated for its tokens; returns [N]: the rewards from a
+        token to the end of its turn, plus γ·(V_{k+1} + λ·A_{k+1})).
+    """
+    turn_counts, turn_lengths = experience.batch.turns()
+    counts = on_device(turn_counts, experience.batch.device)
+    lengths = on_device(turn_lengths, experience.batch.device)
+    first = lengths.cumsum(0) - lengths
+    advantages, returns = gae(
+        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        experience.old_values[first],
+        cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        gamma=config.gamma,
+        lam=lam,
+        bootstrap=experience.bootstrap,
+        backend=config.backend,
+    )
+
+    def by_token(turn_values: Tensor) -> Tensor:
+        return turn_values.repeat_interleave(lengths, output_size=len(rewards))
+
+    # fp64, because both sums start at the beginning of the batch.
+    before = rewards.double().cumsum(0) - rewards.double()
+    earlier_in_turn = before - by_token(before[first])
+    return by_token(advantages), (by_token(returns).double() - earlier_in_turn).float()
+
+
+def _whitened(advantages: Tensor, whiten: bool, config: PPOConfig) -> Tensor:
+    """Whiten if asked, for kinds without a kernel that does."""
+    return functional.whiten(advantages, backend=config.backend) if whiten else advantages
+
+
+def _estimator(config: PPOConfig) -> str:
+    """Return the estimator of the sampled KL. The exact KL is among the token rewards already."""
+    return "k1" if config.kl_estimator == "full" else config.kl_estimator

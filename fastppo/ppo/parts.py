@@ -1,0 +1,50 @@
+"""The parts of a run, which `fastppo.ppo.setup.build` makes from the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.text import PretrainingText
+from fastppo.data.world import World
+from fastppo.environments.turns import OneTurn, Turns
+from fastppo.models.policy import ActorCritic
+from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.optimizer import Optimizer
+from fastppo.rewards.scorer import Scorer
+from fastppo.rollout import RolloutEngine, Sampling
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Parts:
+    """The parts of a run."""
+
+    device: torch.device
+    world: World
+    """The processes."""
+    tokenizer: Any
+    model: ActorCritic
+    reference: ReferencePolicy | None
+    """None if no KL needs a model."""
+    optimizer: Optimizer
+    engine: RolloutEngine
+    sampling: Sampling
+    episode_runner: OneTurn | Turns
+    """Generates the responses, single-turn or with the turns of an environment."""
+    prompts: Prompts | None
+    held_out: Prompts | None
+    """Prompts of evaluations."""
+    pretraining: PretrainingText | None
+    scorer: Scorer
+    functions: dict[str, Callable[..., Any]]
+    """User-defined functions by option."""
+    context: int | None
+    """Longest sequence, tokens: the shortest context of policy, reference and critic."""
+    fingerprints: dict[str, str]
+    """Fingerprints of models, data and rewards, by option."""
+    notes: list[str]
+    """Sentences for the user about a fallback to another engine or layout, or replaced prompts."""

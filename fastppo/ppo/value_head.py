@@ -1,0 +1,156 @@
+"""How the value head is trained: by the optimizer, in closed form, or with extra critic epochs.
+
+`GradientHead` leaves the value function to the loss of the update. `ClosedFormHead` observes the
+states and returns of an epoch's microbatches and solves a regression for the head after the update
+(`fastppo.ppo.value_regression`). `ExtraCriticEpochs` trains a separate critic for some epochs
+before each update.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastppo.data.microbatches import Limits
+from fastppo.ppo.coefficients import Coefficients
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.metrics import to_floats
+from fastppo.ppo.objective import value_loss
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.out_of_memory import MicrobatchLimits
+from fastppo.ppo.parts import Parts
+from fastppo.ppo.value_regression import ValueRegression
+
+
+class GradientHead:
+    """The optimizer trains the value head with the value loss of the update."""
+
+    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
+
+    def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        """Start an update."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start an epoch of the update, counted from 0."""
+
+    def begin_minibatch(self) -> None:
+        """Start a minibatch."""
+
+    def begin_attempt(self) -> None:
+        """Start a pass over the minibatch. Another pass follows if memory runs out."""
+
+    def observe(self, states: Tensor, micro: Experience) -> None:
+        """Observe a microbatch.
+
+        Args:
+            states: [n, H], inputs of the value head, any dtype.
+            micro: returns and weights of the same tokens.
+        """
+
+    def fit(self) -> None:
+        """End an update whose weights are kept."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors for a checkpoint."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `tensors` returned."""
+
+
+class ClosedFormHead(GradientHead):
+    """Fits the value head to the returns after each update.
+
+    It observes the update's last epoch, or each epoch if any may turn out to be the last.
+    """
+
+    def __init__(self, config: PPOConfig, parts: Parts) -> None:
+        self.parts = parts
+        self.regression = ValueRegression()
+        self.first_epoch = 0 if config.early_stop_kl is not None else config.ppo_epochs - 1
+        self._observes = False
+        self._kept: Tensor | None = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._observes = epoch >= self.first_epoch
+        self.regression.begin_batch()
+
+    def begin_minibatch(self) -> None:
+        self._kept = self.regression.batch
+
+    def begin_attempt(self) -> None:
+        self.regression.batch = None if self._kept is None else self._kept.clone()
+
+    def observe(self, states: Tensor, micro: Experience) -> None:
+        if self._observes:
+            assert micro.token_weights is not None
+            self.regression.add(states, micro.monte_carlo_returns, micro.token_weights > 0)
+
+    def fit(self) -> None:
+        self._kept = None
+        self.regression.fit(self.parts.model.value_function.head, self.parts.world)
+        self.metrics = self.regression.metrics
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.regression.tensors()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.regression.load_tensors(tensors, self.parts.model.value_function.head)
+        self.metrics = self.regression.metrics
+
+
+class ExtraCriticEpochs(GradientHead):
+    """Trains a separate critic for extra epochs before each update.
+
+    Source: Hou et al. 2026 (SAO, arXiv:2607.07508), with twice as many passes as the policy.
+
+    Args:
+        epochs: extra epochs over each batch.
+    """
+
+    def __init__(
+        self, config: PPOConfig, parts: Parts, limits: MicrobatchLimits, *, epochs: int
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.limits = limits
+        self.epochs = epochs
+
+    def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        for _ in range(self.epochs if experience.trained.value else 0):
+            order = torch.randperm(len(experience))
+            for minibatch in experience.minibatches(
+                order, self.config.minibatches, self.config.aggregation
+            ):
+                self._step(minibatch, coefficients)
+
+    def _step(self, minibatch: Experience, coefficients: Coefficients) -> None:
+        """Take a step of the critic on a minibatch, at the current learning rate."""
+        model = self.parts.model
+        optimizer = self.parts.optimizer
+
+        def accumulate(limits: Limits) -> None:
+            optimizer.zero_grad()
+            for micro in minibatch.microbatches(limits, self.parts.world):
+                layout = model.layout(micro.batch)
+                with model.autocast():
+                    values = model.values(layout, layout.predicting)
+                value, _ = value_loss(values, micro, coefficients)
+                optimizer.backward(coefficients.vf_coef * value)
+
+        self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch))
+        norms = to_floats(optimizer.clip_gradients(self.config.max_grad_norm))
+        optimizer.step({"loss": 0.0, **norms})
+
+
+def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -> GradientHead:
+    """Return how the options train the value head.
+
+    Args:
+        limits: the microbatch limits that fit in memory.
+    """
+    if config.fits_value_head:
+        return ClosedFormHead(config, parts)
+    if config.critic_only_epochs:
+        return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
+    return GradientHead()
