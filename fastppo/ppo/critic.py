@@ -11,9 +11,9 @@ from fastppo.functional.tutorial_losses import ValueLossFunction
 from fastppo.models.policy import ActorCritic
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
-from fastppo.ppo.optimizer import Optimizer
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits
+from fastppo.run.optimizer import Optimizer
 
 
 def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.ppo.optimizer import Optimizer
 from fastppo.run import checkpoint, shards
+from fastppo.run.optimizer import Optimizer
 from runs import adamw
 
 STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
