@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from stage_runs import PAIRS, Interrupt, classifier, reward_config, reward_model
+from stage_runs import PAIRS, classifier, interrupted, reward_config, reward_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -216,8 +216,8 @@ def test_a_resumed_lora_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint_interval": 2, "lora_rank": 4}
     options["model"] = tiny.saved_model(tmp_path / "sft")
     reward_model(reward_config(tmp_path, **options, output_dir=str(tmp_path / "whole")), tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        reward_model(reward_config(tmp_path, **options), tmp_path, callbacks=[Interrupt(3)])
+    with interrupted(after=3):
+        reward_model(reward_config(tmp_path, **options), tmp_path)
     reward_model(reward_config(tmp_path, **options, resume=True), tmp_path)
     uninterrupted, resumed = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
