@@ -93,9 +93,9 @@ def read(path: Path, model: nn.Module, optimizer: Optimizer) -> Saved:
     _load(targets, reader)
     for name, index in indices.items():
         # Shards are in fp32; an unsharded weight in half precision has a master beside it.
-        weight = saved.model.get(name)
-        if weight is not None and optimizer.weights[index].dtype != weight.dtype:
-            saved.optimizer.setdefault(index, {}).setdefault("master", weight)
+        master = saved.model.get(name)
+        if master is not None and optimizer.weights[index].dtype != master.dtype:
+            saved.optimizer.setdefault(index, {}).setdefault("master", master)
     return saved
 
 

@@ -44,7 +44,7 @@ from fastppo.stages.data import StageData
 from fastppo.stages.options import IDENTITY, SupervisedConfig
 from fastppo.stopped import Stopped
 
-ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
 """Options of AdamW: those of transformers' `Trainer`."""
 
 # ----------------------------------------------------------------------------------- the directory
