@@ -139,9 +139,9 @@ def test_a_classifier_needs_one_label_and_weights(tmp_path: Path) -> None:
     config.num_labels = 3
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "three")
-    with pytest.raises(ValueError, match="expected a classifier with 1 label, got 3"):
+    with pytest.raises(ValueError, match="1 label, got 3"):
         load_classifier(str(tmp_path / "three"))
-    with pytest.raises(ValueError, match=r"no config\.json there"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         load_classifier(str(tmp_path))
 
 
@@ -152,7 +152,7 @@ def test_a_masked_lm_may_lack_the_pooler(tmp_path) -> None:
     )  # fmt: skip
     BertForMaskedLM(config).save_pretrained(tmp_path)
     assert load_classifier(str(tmp_path)).config.num_labels == 1
-    with pytest.raises(ValueError, match="lacks weights of BertForSequenceClassification"):
+    with pytest.raises(ValueError, match="BertForSequenceClassification"):
         load_classifier(
             tiny.without_weight(str(tmp_path), "bert.embeddings.word_embeddings.weight")
         )

@@ -90,7 +90,7 @@ def test_a_run_writes_its_records(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= records[0].keys()
     assert list((run / "tensorboard").glob("events*"))
-    with pytest.raises(ValueError, match="holds a run already: resume it with `resume: true`"):
+    with pytest.raises(ValueError, match="output_dir"):
         sft(config)
 
 
@@ -141,5 +141,5 @@ def test_bf16_weights_are_saved_in_bf16(tmp_path: Path) -> None:
 def test_the_tokenizer_of_another_model_is_rejected(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["w99"])
-    with pytest.raises(ValueError, match="the tokenizer has 44 tokens and the model 43"):
+    with pytest.raises(ValueError, match=r"44 tokens .* 43"):
         sft(sft_config(tmp_path), tokenizer=tokenizer)
