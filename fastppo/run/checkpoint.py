@@ -119,7 +119,7 @@ def resumable(
         DamagedError: all checkpoints are damaged.
         ValueError: the checkpoint belongs to another run.
     """
-    remove_leftovers(Path(run_dir))
+    _remove_leftovers(Path(run_dir))
     newest = manifest.newest(checkpoints(run_dir))
     if newest is None:
         say(f"no checkpoint in {run_dir}: starting from the beginning")
@@ -169,7 +169,7 @@ def write(
     Raises:
         CheckpointError: a file could not be written; the older checkpoints are unchanged.
     """
-    copied = snapshot(
+    copied = _snapshot(
         model,
         optimizer,
         state,
@@ -177,7 +177,7 @@ def write(
         value_regression=value_regression,
         in_shards=world.size > 1,
     )
-    temporary = world.on_main_rank(lambda: begin(path))
+    temporary = world.on_main_rank(lambda: _begin(path))
     sharded: dict[str, Any] | None = None
     if world.size > 1:
         reshard(model)
@@ -188,21 +188,21 @@ def write(
             try:
                 shards.write(sharded, temporary)
             except OSError as error:
-                raise failed(path, error) from error
+                raise _failed(path, error) from error
         if world.is_main:
-            finish(path, temporary, copied, run=run, best=best)
+            _finish(path, temporary, copied, run=run, best=best)
 
     world.gather_results(write_files)
 
 
-def snapshot(
+def _snapshot(
     model: nn.Module,
     optimizer: Optimizer,
     state: dict[str, Any],
     *,
-    reference: dict[str, Tensor] | None = None,
-    value_regression: dict[str, Tensor] | None = None,
-    in_shards: bool = False,
+    reference: dict[str, Tensor] | None,
+    value_regression: dict[str, Tensor] | None,
+    in_shards: bool,
 ) -> Snapshot:
     """Copy the current state of a run to the CPU; the arguments are those of `write`.
 
@@ -242,7 +242,7 @@ def _optimizer_state(optimizer: Optimizer, *, in_shards: bool) -> dict[str, Any]
     return saved
 
 
-def begin(path: Path) -> Path:
+def _begin(path: Path) -> Path:
     """Create the temporary directory of the checkpoint `path`.
 
     Raises:
@@ -250,28 +250,24 @@ def begin(path: Path) -> Path:
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        remove_leftovers(path.parent)
+        _remove_leftovers(path.parent)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise failed(path, error) from error
+        raise _failed(path, error) from error
     return temporary
 
 
-def finish(
+def _finish(
     path: Path,
     temporary: Path,
     snapshot: Snapshot,
     *,
-    run: dict[str, Any] | None = None,
-    best: Best | None = None,
+    run: dict[str, Any],
+    best: Best | None,
 ) -> None:
-    """Write a snapshot into the directory of `begin` and give it its name.
+    """Write a snapshot into the directory of `_begin` and give it its name.
 
     Afterwards all but the newest `CHECKPOINTS_KEPT` checkpoints and the best are deleted.
-
-    Args:
-        run: the identity of the run, for the manifest.
-        best: the metric at this checkpoint, if the best one is kept.
 
     Raises:
         CheckpointError: the disk is full or not writable. The temporary directory is deleted.
@@ -283,7 +279,7 @@ def finish(
         torch.save(snapshot.optimizer, temporary / OPTIMIZER)
         (temporary / "state.json").write_text(json.dumps(snapshot.record), encoding="utf-8")
         metric = None if best is None else best._asdict()
-        manifest.write(temporary, {"run": run or {}, "best": metric})
+        manifest.write(temporary, {"run": run, "best": metric})
         if path.exists():
             path.rename(old)  # deleted once the new one is in place
         temporary.rename(path)
@@ -291,11 +287,11 @@ def finish(
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
-        raise failed(path, error) from error
+        raise _failed(path, error) from error
     prune(path.parent, None if best is None else best.metric, never=path)
 
 
-def failed(path: Path, error: Exception) -> CheckpointError:
+def _failed(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a checkpoint that could not be written."""
     older = checkpoints(path.parent)
     if isinstance(error, RuntimeError):  # torch.save's message names a line of C++
@@ -304,7 +300,7 @@ def failed(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} could not be written: {error}; {stays}")
 
 
-def remove_leftovers(run_dir: Path) -> None:
+def _remove_leftovers(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of a killed run.
 
     The old version of a checkpoint is restored if its replacement is missing.

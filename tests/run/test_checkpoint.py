@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastppo.data.world import World
 from fastppo.run import checkpoint, shards
 from fastppo.run.optimizer import Optimizer
 from runs import adamw
@@ -48,9 +49,8 @@ def _saved(
     optimizer = _adam(model)
     for _ in range(2):
         _step(model, optimizer)
-    snapshot = checkpoint.snapshot(model, optimizer, STATE, reference=reference)
     path = checkpoint.path_of(directory, number)
-    checkpoint.finish(path, checkpoint.begin(path), snapshot)
+    checkpoint.write(path, model, optimizer, STATE, world=World(), run={}, reference=reference)
     return model, optimizer
 
 
@@ -111,7 +111,9 @@ def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
 
 def test_an_unfinished_checkpoint_is_ignored_and_deleted(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    (checkpoint.begin(checkpoint.path_of(tmp_path, 2)) / "model.safetensors").touch()
+    unfinished = tmp_path / ".checkpoint-000002.tmp-1"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").touch()
     assert _names(tmp_path) == ["checkpoint-000001"]
     _saved(tmp_path, 3)
     assert not list(tmp_path.glob(".checkpoint-*")), "the unfinished one is deleted"
