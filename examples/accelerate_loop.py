@@ -1,5 +1,6 @@
 """FastPPO's loss with Hugging Face accelerate: exact gradients over microbatches.
 
+    pip install accelerate
     python examples/accelerate_loop.py
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/accelerate_loop.py
 

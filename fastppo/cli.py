@@ -345,8 +345,7 @@ def _quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    for library in ("accelerate", "huggingface_hub"):  # huggingface_hub logs every retry
-        logging.getLogger(library).setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     warnings.filterwarnings("ignore", module="torch.utils.data")
 
 

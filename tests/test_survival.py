@@ -16,6 +16,7 @@ from typing import Any
 import command_line
 import kills
 import pytest
+import stage_runs
 import tiny
 import torch
 from command_line import Folder
@@ -369,58 +370,46 @@ def stage(folder: Folder) -> Callable[..., int]:
     return run
 
 
-def _records(folder: Folder) -> list[dict]:
-    records = read_jsonl(folder.run / "metrics.jsonl")
-    return [{k: v for k, v in record.items() if "runtime" not in k} for record in records]
-
-
-def test_a_stopped_stage_resumes_to_the_same_bits(
-    stage, folder: Folder, capsys, monkeypatch
-) -> None:
+def test_a_stopped_stage_resumes_to_the_same_bits(stage, folder: Folder, capsys) -> None:
     """SIGUSR1 asks for a checkpoint, and SIGTERM ends the run with one."""
-    from fastppo.stages.callbacks import Interruptions
-
     options = {"epochs": 2, "checkpoint_interval": 0}
     assert stage(**options) == 0
     weights = (folder.run / "model.safetensors").read_bytes()
-    records = _records(folder)
+    records = (folder.run / "metrics.jsonl").read_bytes()
     shutil.rmtree(folder.run)
-    original = Interruptions.on_step_end
-    signals = {3: signal.SIGUSR1, 5: signal.SIGTERM}
+    signals = {2: signal.SIGUSR1, 4: signal.SIGTERM}
 
-    def send(self, args, state, control, **more):
-        if state.global_step in signals:
-            os.kill(os.getpid(), signals[state.global_step])
-        original(self, args, state, control, **more)
+    def send(steps: int) -> None:
+        if steps in signals:
+            os.kill(os.getpid(), signals[steps])
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Interruptions, "on_step_end", send)
-        capsys.readouterr()
+    capsys.readouterr()
+    with stage_runs.before_steps(send):
         assert stage(**options) == 143
     said = capsys.readouterr().err
-    where = f"`--resume true` continues from {folder.run / 'checkpoint-5'}\n"
+    where = f"`--resume true` continues from {folder.run / 'checkpoint-000005'}\n"
     assert f"stopped by SIGTERM after 5 of 16 steps; {where}" in said
-    assert folder.checkpoints() == ["checkpoint-3", "checkpoint-5"]
+    assert folder.checkpoints() == ["checkpoint-000003", "checkpoint-000005"]
     for _ in range(2):  # the second time, nothing is left to do
         assert stage(**options, resume=True) == 0
         assert (folder.run / "model.safetensors").read_bytes() == weights
-        assert _records(folder) == records
+        assert (folder.run / "metrics.jsonl").read_bytes() == records
 
 
 def test_a_stage_resumes_from_the_newest_intact_checkpoint(stage, folder: Folder, capsys) -> None:
     assert stage() == 0
-    assert folder.checkpoints() == ["checkpoint-6", "checkpoint-8"]
+    assert folder.checkpoints() == ["checkpoint-000006", "checkpoint-000008"]
     weights = (folder.run / "model.safetensors").read_bytes()
-    records = _records(folder)
-    newest = folder.run / "checkpoint-8"
+    records = (folder.run / "metrics.jsonl").read_bytes()
+    newest = folder.run / "checkpoint-000008"
     _flip_a_bit(newest / "optimizer.pt")
     capsys.readouterr()
     assert stage(resume=True) == 0
     said = capsys.readouterr().err
     assert f"passed over {newest}: optimizer.pt has changed since it was written" in said
-    assert f"resuming from {folder.run / 'checkpoint-6'}" in said
+    assert f"resuming from {folder.run / 'checkpoint-000006'}" in said
     assert (folder.run / "model.safetensors").read_bytes() == weights
-    assert _records(folder) == records
+    assert (folder.run / "metrics.jsonl").read_bytes() == records
 
 
 def test_a_stage_with_another_seed_or_tokenizer_is_another_run(
@@ -446,7 +435,7 @@ def test_a_stage_on_a_full_disk_names_what_was_not_written(
     small_files(60_000)
     assert stage(checkpoint_interval=checkpoint_interval) == 1
     said = capsys.readouterr().err
-    what = f"checkpoint {folder.run / 'checkpoint-2'}" if checkpoint_interval else folder.run
+    what = f"checkpoint {folder.run / 'checkpoint-000002'}" if checkpoint_interval else folder.run
     assert f"fastppo: {what} could not be written: " in said
     assert "Traceback" not in said
     assert folder.checkpoints() == []

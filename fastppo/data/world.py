@@ -197,20 +197,6 @@ def shards_of(size: int, shard_size: int | None) -> int:
     return shard_size
 
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Environment variables set by torchrun."""
-
-
-@contextmanager
-def torchrun_hidden() -> Iterator[None]:
-    """Hide torchrun's variables from libraries within this block."""
-    before = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ |= before
-
-
 def is_first() -> bool:
     """Return whether this is the first process started by torchrun, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0

@@ -17,7 +17,7 @@ gathered in half precision, so one GPU and many compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -45,61 +45,49 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def shard(model: LanguageModel, world: World) -> None:
     """Shard a model over the ranks in place, and run a first pass, in which FSDP finds its root."""
-    # A list of the weights would keep the full weights in memory.
-    halves = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALVES}
     model.fixed_precision = model.is_full_precision
-    policy = MixedPrecisionPolicy()
-    if halves:
-        (half,) = halves
-        policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     passes: tuple[str, ...] = PASSES
     if isinstance(model, ActorCritic):
         passes += ("values",)
-    _shard(model, _groups(model), policy, world=world, passes=passes, widened=halves)
+    _shard(model, _groups(model), world=world, passes=passes)
     batch = Batch.of([[0]], [[0]], model.device)
     with torch.no_grad(), model.autocast():  # frozen matrices may have the products' dtype
         model.hidden(model.layout(batch))
     reshard(model)
 
 
-def shard_as_it_is(root: nn.Module, trunk: Any, world: World, passes: Sequence[str] = ()) -> None:
-    """Shard a module around a trunk in place, without changing dtypes.
+def shard_around(root: nn.Module, trunk: Any, world: World, passes: Sequence[str] = ()) -> None:
+    """Shard a module around a trunk in place.
 
     The first pass afterwards must be one of the root.
 
     Args:
         passes: methods of the root other than `forward` that run a pass.
     """
-    halves = any(p.dtype in HALVES for p in root.parameters() if p.requires_grad)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if halves else MixedPrecisionPolicy()
     head = None
     if isinstance(root, LanguageModel):
         head = root.causal_lm.get_output_embeddings().weight
-    _shard(root, _groups_of_trunk(trunk, head), policy, world=world, passes=passes)
+    _shard(root, _groups_of_trunk(trunk, head), world=world, passes=passes)
 
 
 def _shard(
-    root: nn.Module,
-    groups: Sequence[nn.Module],
-    policy: MixedPrecisionPolicy,
-    *,
-    world: World,
-    passes: Sequence[str],
-    widened: Collection[torch.dtype] = (),
+    root: nn.Module, groups: Sequence[nn.Module], *, world: World, passes: Sequence[str]
 ) -> None:
     """Shard a module and its groups.
 
     Args:
         groups: submodules gathered separately, and freed after use.
-        widened: dtypes of trained weights to convert to fp32, one group at a time.
     """
+    grouped = {id(weight) for module in groups for weight in module.parameters()}
+    rest = _precision([weight for weight in root.parameters() if id(weight) not in grouped])
     for module in groups:
-        _widen(module, widened)
+        policy = _precision(module.parameters())
+        _widen(module)
         fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
     if isinstance(root, ActorCritic):
         fully_shard(root.value_function.head, mesh=world.mesh)  # always fp32
-    _widen(root, widened)
-    fully_shard(root, mesh=world.mesh, mp_policy=policy)
+    _widen(root)
+    fully_shard(root, mesh=world.mesh, mp_policy=rest)
     for group in groups_of(root):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo supports no other
@@ -107,10 +95,18 @@ def _shard(
         register_fsdp_forward_method(root, name)
 
 
-def _widen(module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
-    """Convert trained weights of these dtypes to fp32."""
+def _precision(weights: Iterable[nn.Parameter]) -> MixedPrecisionPolicy:
+    """Return the policy that gathers trained weights in their dtype before `_widen`."""
+    for weight in weights:
+        if weight.requires_grad and weight.dtype in HALVES:
+            return MixedPrecisionPolicy(weight.dtype, torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy()
+
+
+def _widen(module: nn.Module) -> None:
+    """Convert trained weights in half precision to fp32."""
     for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dtype in dtypes:
+        if parameter.requires_grad and parameter.dtype in HALVES:
             parameter.data = parameter.data.float()
 
 

@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fastppo.data import fingerprint
 from fastppo.data.files import written_whole
 from fastppo.models.device import choose_device
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
-from fastppo.models.sharding import reshard, unsharded
+from fastppo.models.sharding import unsharded
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.options.config import IDENTITY, PPOConfig
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy
-from fastppo.run import checkpoint, identity, manifest, shards
+from fastppo.run import checkpoint, identity, manifest
 from fastppo.run.checkpoint import Best
 from fastppo.run.log import why_ended
 from fastppo.run.report.card import write_card
@@ -164,7 +162,21 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         path = checkpoint.path_of(self.run_dir, self.state.iteration)
-        self.world.gather_results(self._writer(path))
+        checkpoint.write(
+            path,
+            self.model,
+            self.optimizer,
+            {
+                **self.state.state_dict(),
+                "engine": self.engine.state_dict(),
+                "scaler": self.optimizer.loss_scale_state(),
+            },
+            world=self.world,
+            run=self.identity,
+            best=self._best(),
+            reference=None if self.reference is None else self.reference.state_dict(),
+            value_regression=self.value_head.tensors(),
+        )
         self.newest = path
         self._iteration = self.state.iteration
         self._best_metric = []
@@ -233,7 +245,8 @@ class Checkpoints:
             return False
         self._check_optimizer(newest)
         self._load(newest.path)
-        self.world.on_main_rank(lambda: self._tidy(newest))
+        metric = self.config.checkpoint_best
+        self.world.on_main_rank(lambda: checkpoint.tidy(newest, say=self.say, metric=metric))
         self.newest = newest.path
         self._iteration = self.state.iteration
         reason = self.world.on_main_rank(lambda: why_ended(self.run_dir))
@@ -264,7 +277,6 @@ class Checkpoints:
             self.reference.load_state_dict(saved_reference)
 
     def _newest(self) -> manifest.Newest | None:
-        checkpoint.remove_leftovers(self.run_dir)
         return checkpoint.resumable(
             self.run_dir,
             self.identity,
@@ -272,51 +284,6 @@ class Checkpoints:
             allowed=self.config.allow_config_change,
             say=self.say,
         )
-
-    def _tidy(self, newest: manifest.Newest) -> None:
-        """Set damaged checkpoints aside and remove old ones."""
-        for path in newest.passed_over:
-            self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
-        metric = self.config.checkpoint_best
-        checkpoint.prune(self.run_dir, metric, never=newest.path)
-
-    def _snapshot(self) -> checkpoint.Snapshot:
-        return checkpoint.snapshot(
-            self.model,
-            self.optimizer,
-            {
-                **self.state.state_dict(),
-                "engine": self.engine.state_dict(),
-                "scaler": self.optimizer.loss_scale_state(),
-            },
-            reference=self._reference_state(),
-            value_regression=self.value_head.tensors(),
-            in_shards=self.world.size > 1,
-        )
-
-    def _writer(self, path: Path) -> Callable[[], None]:
-        """Return a function that writes this rank's shards, and the rest on the main rank."""
-        snapshot = self._snapshot()
-        best = self._best()
-        temporary = self.world.on_main_rank(lambda: checkpoint.begin(path))
-        sharded: dict[str, Any] | None = None
-        if self.world.size > 1:
-            reshard(self.model)
-            sharded = shards.state_of(self.model, self.optimizer, self._reference_state())
-
-        def write() -> None:
-            if sharded is not None:
-                try:
-                    shards.write(sharded, temporary)
-                except OSError as error:
-                    raise checkpoint.failed(path, error) from error
-            if self.world.is_main:
-                checkpoint.finish(path, temporary, snapshot, run=self.identity, best=best)
-
-        return write
-
-    def _reference_state(self) -> dict[str, Tensor]:
-        return self.reference.state_dict() if self.reference is not None else {}
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         metric = self.config.checkpoint_best

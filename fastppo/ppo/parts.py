@@ -14,9 +14,9 @@ from fastppo.data.world import World
 from fastppo.environments.turns import OneTurn, Turns
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.ppo.optimizer import Optimizer
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling
+from fastppo.run.optimizer import Optimizer
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -14,10 +14,11 @@ from typing import Any
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import LossSums, to_floats
-from fastppo.ppo.optimizer import Optimizer, set_learning_rate
+from fastppo.ppo.optimizer import set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR, AdaptiveRate
 from fastppo.ppo.trained import Trained
+from fastppo.run.optimizer import Optimizer
 
 MOST_SKIPPED = 5
 """Consecutive skipped steps after which the run stops."""

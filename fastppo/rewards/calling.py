@@ -4,8 +4,7 @@ Every exception, `SystemExit` included, becomes a `UserCodeError` with the user'
 Torch's random state is restored after each call. Python cannot stop a function that hangs, so with
 a time limit the function runs in a daemon thread and is abandoned when the time is up.
 
-Callbacks of the supervised stages, which transformers' `Trainer` calls, and rollout engines share
-the trainer's random state.
+Rollout engines share the trainer's random state.
 """
 
 from __future__ import annotations

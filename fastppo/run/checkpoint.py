@@ -1,14 +1,17 @@
-"""Checkpoints: everything that changes in a PPO run, written completely or not at all.
+"""Checkpoints: everything that changes in a run, written completely or not at all.
 
 A checkpoint is written to a temporary directory, synced to the disk with its manifest, and renamed.
-A kill while writing leaves the older checkpoints intact. A checkpoint holds the trained
-weights, the optimizer's state, the value head (as weights, or as the moments and heads of its
-regression), a refreshed reference, the random states of torch, NumPy and Python, and
-`RunState.state_dict`. Schedules and the position in the prompts follow from the counters. On a CPU,
-a resumed run ends in the same bits as an uninterrupted one.
+A kill while writing leaves the older checkpoints intact. A checkpoint of any stage holds the
+trained weights, the optimizer's state, the random states of torch, NumPy and Python, and a record
+of the run: in PPO `RunState.state_dict`, in the supervised stages the number of steps. PPO adds the
+moments and heads of the value head's regression, and a refreshed reference. Schedules and the
+position in the data follow from the counters. On a CPU, a resumed run ends in the same bits as an
+uninterrupted one.
 
-Tensors are stored as safetensors, records as JSON, and the optimizer's state by `torch.save`. It is
-loaded with `weights_only=True`, so no file of a checkpoint can run code.
+With several processes, each rank writes its shards of the tensors (`fastppo.run.shards`), and the
+main rank everything else. Tensors are stored as safetensors, records as JSON, and the optimizer's
+state by `torch.save`. It is loaded with `weights_only=True`, so no file of a checkpoint can run
+code.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fastppo.data.world import World
 from fastppo.models.sharding import reshard, sharded_like
 from fastppo.run import identity, manifest, shards
+from fastppo.run.optimizer import Optimizer
 
 FORMAT = 6
 """Increased whenever the files of a checkpoint change."""
@@ -77,18 +82,18 @@ class Snapshot(NamedTuple):
 
 
 def path_of(run_dir: str | Path, number: int) -> Path:
-    """Return the path of a PPO checkpoint."""
+    """Return the path of a checkpoint after `number` iterations or steps."""
     return Path(run_dir) / f"checkpoint-{number:06d}"
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Return the checkpoints of a run of any stage, oldest first."""
+    """Return the checkpoints of a run, oldest first."""
     complete = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
     return sorted(complete, key=iteration_of)
 
 
 def iteration_of(path: Path) -> int:
-    """Return the number of completed iterations at a checkpoint."""
+    """Return the number of completed iterations or steps at a checkpoint."""
     return int(path.name.split("-")[1])
 
 
@@ -102,6 +107,8 @@ def resumable(
 ) -> manifest.Newest | None:
     """Return the newest intact checkpoint, or None if there is no checkpoint.
 
+    Unfinished checkpoints of a killed run are deleted.
+
     Args:
         run: the identity of the resumed run.
         essential: options that make it another run if they change.
@@ -112,6 +119,7 @@ def resumable(
         DamagedError: all checkpoints are damaged.
         ValueError: the checkpoint belongs to another run.
     """
+    _remove_leftovers(Path(run_dir))
     newest = manifest.newest(checkpoints(run_dir))
     if newest is None:
         say(f"no checkpoint in {run_dir}: starting from the beginning")
@@ -126,20 +134,79 @@ def resumable(
     return newest
 
 
-def snapshot(
-    model: nn.Module,
-    optimizer: Any,
-    state: dict[str, Any],
-    *,
-    reference: dict[str, Tensor] | None = None,
-    value_regression: dict[str, Tensor] | None = None,
-    in_shards: bool = False,
-) -> Snapshot:
-    """Copy the current state of a run to the CPU.
+def tidy(newest: manifest.Newest, *, say: Callable[[str], None], metric: str | None = None) -> None:
+    """Rename the damaged checkpoints that a resumed run has passed over, and delete old ones.
 
     Args:
+        metric: the best checkpoint by this metric is kept as well.
+    """
+    for path in newest.passed_over:
+        say(f"renamed {path.name} to {manifest.set_aside(path).name}")
+    prune(newest.path.parent, metric, never=newest.path)
+
+
+def write(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    *,
+    world: World,
+    run: dict[str, Any],
+    best: Best | None = None,
+    reference: dict[str, Tensor] | None = None,
+    value_regression: dict[str, Tensor] | None = None,
+) -> None:
+    """Write a checkpoint. Every rank must call it.
+
+    Args:
+        state: the record of the run, serializable as JSON.
+        run: the identity of the run, for the manifest.
+        best: the metric at this checkpoint, if the best one is kept.
         reference: the weights of a refreshed reference policy.
         value_regression: the tensors of the value head's regression, the same on every rank.
+
+    Raises:
+        CheckpointError: a file could not be written; the older checkpoints are unchanged.
+    """
+    copied = _snapshot(
+        model,
+        optimizer,
+        state,
+        reference=reference,
+        value_regression=value_regression,
+        in_shards=world.size > 1,
+    )
+    temporary = world.on_main_rank(lambda: _begin(path))
+    sharded: dict[str, Any] | None = None
+    if world.size > 1:
+        reshard(model)
+        sharded = shards.state_of(model, optimizer, reference or {})
+
+    def write_files() -> None:
+        if sharded is not None:
+            try:
+                shards.write(sharded, temporary)
+            except OSError as error:
+                raise _failed(path, error) from error
+        if world.is_main:
+            _finish(path, temporary, copied, run=run, best=best)
+
+    world.gather_results(write_files)
+
+
+def _snapshot(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    *,
+    reference: dict[str, Tensor] | None,
+    value_regression: dict[str, Tensor] | None,
+    in_shards: bool,
+) -> Snapshot:
+    """Copy the current state of a run to the CPU; the arguments are those of `write`.
+
+    Args:
         in_shards: leave the tensors to `fastppo.run.shards`.
     """
     generators = random_state()
@@ -160,8 +227,8 @@ def snapshot(
     )
 
 
-def _optimizer_state(optimizer: Any, *, in_shards: bool) -> dict[str, Any]:
-    """The optimizer's `state_dict` on the CPU, without its options."""
+def _optimizer_state(optimizer: Optimizer, *, in_shards: bool) -> dict[str, Any]:
+    """Return the optimizer's `state_dict` on the CPU, without its options."""
     saved = optimizer.state_dict()
     del saved["param_groups"]
     saved["state"] = {
@@ -175,7 +242,7 @@ def _optimizer_state(optimizer: Any, *, in_shards: bool) -> dict[str, Any]:
     return saved
 
 
-def begin(path: Path) -> Path:
+def _begin(path: Path) -> Path:
     """Create the temporary directory of the checkpoint `path`.
 
     Raises:
@@ -183,28 +250,24 @@ def begin(path: Path) -> Path:
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        remove_leftovers(path.parent)
+        _remove_leftovers(path.parent)
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise failed(path, error) from error
+        raise _failed(path, error) from error
     return temporary
 
 
-def finish(
+def _finish(
     path: Path,
     temporary: Path,
     snapshot: Snapshot,
     *,
-    run: dict[str, Any] | None = None,
-    best: Best | None = None,
+    run: dict[str, Any],
+    best: Best | None,
 ) -> None:
-    """Write a snapshot into the directory of `begin` and give it its name.
+    """Write a snapshot into the directory of `_begin` and give it its name.
 
     Afterwards all but the newest `CHECKPOINTS_KEPT` checkpoints and the best are deleted.
-
-    Args:
-        run: the identity of the run, for the manifest.
-        best: the metric at this checkpoint, if the best one is kept.
 
     Raises:
         CheckpointError: the disk is full or not writable. The temporary directory is deleted.
@@ -216,7 +279,7 @@ def finish(
         torch.save(snapshot.optimizer, temporary / OPTIMIZER)
         (temporary / "state.json").write_text(json.dumps(snapshot.record), encoding="utf-8")
         metric = None if best is None else best._asdict()
-        manifest.write(temporary, {"run": run or {}, "best": metric})
+        manifest.write(temporary, {"run": run, "best": metric})
         if path.exists():
             path.rename(old)  # deleted once the new one is in place
         temporary.rename(path)
@@ -224,12 +287,12 @@ def finish(
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
-        raise failed(path, error) from error
+        raise _failed(path, error) from error
     prune(path.parent, None if best is None else best.metric, never=path)
 
 
-def failed(path: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that could not be written."""
+def _failed(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a checkpoint that could not be written."""
     older = checkpoints(path.parent)
     if isinstance(error, RuntimeError):  # torch.save's message names a line of C++
         error = RuntimeError(f"{OPTIMIZER} could not be written; is the disk full?")
@@ -237,7 +300,7 @@ def failed(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} could not be written: {error}; {stays}")
 
 
-def remove_leftovers(run_dir: Path) -> None:
+def _remove_leftovers(run_dir: Path) -> None:
     """Delete the unfinished checkpoints of a killed run.
 
     The old version of a checkpoint is restored if its replacement is missing.
@@ -269,7 +332,7 @@ def best_of(run_dir: Path, metric: str) -> Path | None:
 
 
 def _metric_at(path: Path, metric: str) -> float:
-    """The metric's value at a checkpoint; −∞ if it has none or is damaged."""
+    """Return the metric's value at a checkpoint; −∞ if it has none or is damaged."""
     try:
         best = json.loads((path / manifest.FILE).read_bytes())["about"]["best"]
         return float(best["value"]) if best["metric"] == metric else -math.inf
@@ -278,7 +341,7 @@ def _metric_at(path: Path, metric: str) -> float:
 
 
 def load(
-    path: str | Path, model: nn.Module, optimizer: Any
+    path: str | Path, model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Restore the weights, the optimizer's state and the random states of a checkpoint.
 
@@ -346,12 +409,18 @@ def load_policy(path: Path, model: nn.Module) -> None:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """The content of state.json; raises ValueError if it has another format."""
-    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if record["format"] != FORMAT:
+    """Return the content of state.json.
+
+    Raises:
+        ValueError: another version of FastPPO wrote the checkpoint.
+    """
+    file = path / "state.json"
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if record.get("format") != FORMAT:
         raise ValueError(
-            f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "
-            "version of FastPPO wrote. Finish the run with that version, or start from its policy"
+            f"{path}: expected checkpoint format {FORMAT}, got {record.get('format')}: another "
+            "version of FastPPO wrote it. Finish the run with that version, or start a new run "
+            "from its model"
         )
     return record
 
@@ -380,7 +449,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _restore_optimizer(
-    optimizer: Any, saved: dict[str, Any], tensors: Mapping[int, Mapping[str, Tensor]]
+    optimizer: Optimizer, saved: dict[str, Any], tensors: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
     """Load the state of optimizer.pt, with the tensors of shards."""
     state: dict[int, dict[str, Any]] = {}

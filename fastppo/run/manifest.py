@@ -137,7 +137,7 @@ def permit(directory: Path, *more: Path) -> None:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """The files below a directory by their relative path, except the manifest."""
+    """Return the files below a directory by their relative path, except the manifest."""
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
     return {
         path.relative_to(directory).as_posix(): path for path in paths if path != directory / FILE
@@ -145,6 +145,6 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _entry(path: Path) -> list[Any]:
-    """[size in bytes, SHA-256] of a file."""
+    """Return [size in bytes, SHA-256] of a file."""
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -269,8 +269,7 @@ class WeightOptions(Options):
 
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Dtype of the model's weights; with bfloat16 the optimizer of PPO keeps float32 master "
-        "weights, those of SFT and the reward model do not and small updates are rounded away",
+        "Dtype of the model's weights; with bfloat16 the optimizer keeps float32 master weights",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageWriter,
 )
 
+from fastppo.run.optimizer import Optimizer
+
 FOLDER = "shards"
 
 
@@ -34,7 +36,9 @@ class Saved(NamedTuple):
     reference: dict[str, Tensor]
 
 
-def state_of(model: nn.Module, optimizer: Any, reference: Mapping[str, Tensor]) -> dict[str, Any]:
+def state_of(
+    model: nn.Module, optimizer: Optimizer, reference: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return the tensors of a run under the names that `write` stores, without copying them."""
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     state = {f"model.{name}": weight.detach() for name, weight in weights.items()}
@@ -57,7 +61,7 @@ def write(state: dict[str, Any], directory: Path) -> None:
         dcp.save(state, storage_writer=writer)
 
 
-def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
+def read(path: Path, model: nn.Module, optimizer: Optimizer) -> Saved:
     """Read the tensors of a checkpoint, sharded like the model.
 
     Raises:
@@ -65,8 +69,6 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
     """
     reader = HuggingFaceStorageReader(str(path / FOLDER))
     weights = dict(model.named_parameters())
-    causal_lm: Any = model.causal_lm
-    reference_weights = dict(causal_lm.named_parameters())
     indices = {name: index for index, name in enumerate(_names(model, optimizer))}
     saved = Saved(model={}, optimizer={}, reference={})
     targets = {}
@@ -76,7 +78,7 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
         leaf = ""
         if part == "optimizer":
             name, _, leaf = name.rpartition(".")
-        weight = (reference_weights if part == "reference" else weights).get(name)
+        weight = weights.get(f"causal_lm.{name}" if part == "reference" else name)
         if weight is None or (part == "optimizer" and name not in indices):
             raise ValueError(f"{path} does not fit the model, which has nothing for {key}")
         if part != "optimizer" and weight.shape != tensor.size:
@@ -91,9 +93,9 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
     _load(targets, reader)
     for name, index in indices.items():
         # Shards are in fp32; an unsharded weight in half precision has a master beside it.
-        weight = saved.model.get(name)
-        if weight is not None and optimizer.weights[index].dtype != weight.dtype:
-            saved.optimizer.setdefault(index, {}).setdefault("master", weight)
+        master = saved.model.get(name)
+        if master is not None and optimizer.weights[index].dtype != master.dtype:
+            saved.optimizer.setdefault(index, {}).setdefault("master", master)
     return saved
 
 
@@ -118,7 +120,7 @@ def read_weights(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def shape_error(path: Path, name: str, saved_shape: Sequence[int], shape: Sequence[int]) -> str:
-    """The message for a tensor of another shape."""
+    """Return the message for a tensor of another shape."""
     return (
         f"{path} does not fit the model: {name} is {list(saved_shape)} there and {list(shape)} here"
     )
@@ -132,14 +134,14 @@ def _load(targets: dict[str, Any], reader: HuggingFaceStorageReader) -> None:
             dcp.load(targets, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
-def _names(model: nn.Module, optimizer: Any) -> list[str]:
-    """The names of the optimizer's weights, in its order."""
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of the optimizer's weights, in its order."""
     by_weight = {id(p): name for name, p in model.named_parameters()}
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
 def _empty(saved: Any, weight: Tensor) -> Tensor:
-    """A tensor to read a saved one into, sharded like the weight if it has its shape."""
+    """Return a tensor to read a saved one into, sharded like the weight if it has its shape."""
     dtype = saved.properties.dtype
     if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)

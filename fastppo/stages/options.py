@@ -79,19 +79,9 @@ class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
 
     @property
     def torch_device(self) -> torch.device:
-        """The device to train on.
-
-        Raises:
-            ValueError: a GPU index above 0; Trainer uses the first GPU.
-        """
+        """The device to train on."""
         from fastppo.models.device import choose_device
 
-        kind, _, index = self.device.partition(":")
-        if kind == "cuda" and index not in ("", "0"):
-            raise ValueError(
-                f"device must be auto, cpu or cuda, got {self.device}; set "
-                f"CUDA_VISIBLE_DEVICES={index} instead"
-            )
         return choose_device(self.device)
 
     @property

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    TrainerCallback,
     set_seed,
 )
 
@@ -184,7 +183,7 @@ class _Classifier(nn.Module):
 
 
 class _PairTrainer(SupervisedTrainer):
-    """Trainer with the Bradley–Terry loss, averaged over prompts and over their pairs."""
+    """A training loop with the Bradley–Terry loss, averaged over prompts and over their pairs."""
 
     title = "reward model"
     root: _Classifier
@@ -247,7 +246,6 @@ def train_reward_model(
     tokenizer: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
-    callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
     """Train a reward model and save it with its tokenizer in `config.output_dir`.
@@ -309,12 +307,10 @@ def train_reward_model(
         classifier = _Classifier(model)
         trainer = _PairTrainer(
             config,
-            model if peft is None else peft,
             data,
             root=classifier,
             trunk=model.base_model,
             collate=functools.partial(collate, pad_token_id=tokenizer.pad_token_id),
-            callbacks=callbacks,
             world=world,
         )
         trainer.center_coef = config.center_coef

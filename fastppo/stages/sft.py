@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows
@@ -37,10 +37,10 @@ from fastppo.stages.supervised import SupervisedTrainer, save_model, stage_world
 
 
 class _SFTTrainer(SupervisedTrainer):
-    """Trainer with the mean cross entropy over labeled tokens."""
+    """A training loop with the mean cross entropy over labeled tokens."""
 
     title = "SFT"
-    entries = ("padded_states",)
+    passes = ("padded_states",)
     root: LanguageModel
 
     def items(self, batch: dict[str, Tensor]) -> float:
@@ -75,7 +75,6 @@ def train_sft(
     tokenizer: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
-    callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
     """Fine-tune a causal LM and save it with its tokenizer in `config.output_dir`.
@@ -134,12 +133,10 @@ def train_sft(
             checkpoint_activations(model)
         trainer = _SFTTrainer(
             config,
-            model if peft is None else peft,
             data,
             root=policy,
             trunk=model.base_model,
             collate=functools.partial(collate, pad_token_id=pad_token_id(tokenizer, model)),
-            callbacks=callbacks,
             world=world,
         )
         result = trainer.run(console)

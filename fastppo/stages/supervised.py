@@ -1,49 +1,51 @@
-"""The trainer shared by SFT and the reward model.
+"""The training loop shared by SFT and the reward model.
 
-Both are thin layers on `transformers.Trainer`. The loss of a stage is a sum over items (completion
-tokens in SFT, prompts in the reward model), divided by the number of items of the whole optimizer
-step, so it does not depend on the split into batches. Autocast is applied here rather than by
-Trainer, because the losses call trunk and head separately.
+The loss of a stage is a sum over items (completion tokens in SFT, prompts in the reward model),
+divided by the number of items of the whole optimizer step, so it does not depend on the split into
+batches. Optimizer and checkpoints are those of PPO (`fastppo.run`).
+
+Order of the rows and learning rate are those of transformers' `Trainer` with the same options, so
+that runs can be compared: epoch e visits the rows in the order of `torch.randperm` with the seed
+`seed` + e, and the learning rate of the first step is 0 if there is a warm-up.
 
 With several processes, each holds a shard of every weight and processes a share of each batch, as
-in PPO (`fastppo.models.sharding`). Every process runs its own Trainer with the same batches,
-metrics and decisions; the first one writes. Trainer's own FSDP would call `forward`, which the
-losses bypass, and needs GPUs.
+in PPO (`fastppo.models.sharding`). All processes compute the same metrics and take the same
+decisions; the first one writes the records.
 """
 
 from __future__ import annotations
 
 import functools
-import shutil
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from fastppo.data.files import UNFINISHED, written_whole
-from fastppo.data.world import World, join, torchrun_hidden
+from fastppo.data.files import written_whole
+from fastppo.data.world import World, join
 from fastppo.models.adapters import full_state
-from fastppo.models.device import autocast, busy_cpu
-from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
-from fastppo.run import manifest
-from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, resumable
+from fastppo.models.device import autocast, busy_cpu, device_name
+from fastppo.models.sharding import reshard_for_update, shard_around
+from fastppo.run import checkpoint, manifest
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.identity import of_run
+from fastppo.run.log import SharedLog, read_jsonl
+from fastppo.run.optimizer import Optimizer, schedule
 from fastppo.run.progress import progress, say
-from fastppo.run.signals import listening
-from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
+from fastppo.run.signals import StopRequest, listening
 from fastppo.stages.data import StageData
 from fastppo.stages.options import IDENTITY, SupervisedConfig
 from fastppo.stopped import Stopped
+
+ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
+"""Options of AdamW: those of transformers' `Trainer`."""
 
 # ----------------------------------------------------------------------------------- the directory
 
@@ -56,12 +58,7 @@ def stage_world(config: SupervisedConfig) -> Iterator[World]:
         ValueError: the directory holds a run, and `resume` is off; or another run is using it.
     """
     world = join(config.torch_device)
-    with (
-        lasting_console(),
-        torchrun_hidden(),
-        world.with_timeout(),
-        run_lock(config.output_dir, world),
-    ):
+    with lasting_console(), world.with_timeout(), run_lock(config.output_dir, world):
         if not config.resume:
             world.on_main_rank(lambda: check_no_run(config.output_dir))
         yield world
@@ -78,56 +75,45 @@ def save_model(run_dir: str, model: Any, tokenizer: Any) -> None:
 # ----------------------------------------------------------------------------------- the training
 
 
-class SupervisedTrainer(Trainer, ABC):
-    """`Trainer` with a loss per item, defined by `items`, `loss_sum` and `measure`.
+class SupervisedTrainer(ABC):
+    """A training loop with a loss per item, defined by `items`, `loss_sum` and `measure`.
 
     Args:
-        model: model to train and checkpoint; only the adapters of a PEFT model.
-        root: module called by `loss_sum`, which several processes shard.
-        trunk: transformer within `root`.
         data: examples, the input of `collate`.
+        root: module called by `loss_sum`. Its trainable weights are trained; several processes
+            shard it.
+        trunk: transformer within `root`.
+        collate: returns the batch of a list of examples.
         world: processes that share the rows of each batch.
     """
 
     title: str
-    entries: Sequence[str] = ()
+    passes: Sequence[str] = ()
     """Methods of the root, other than `forward`, that run a forward pass."""
 
     def __init__(
         self,
         config: SupervisedConfig,
-        model: Any,
         data: StageData,
         *,
         root: nn.Module,
         trunk: Any,
         collate: Callable[[list[Any]], dict[str, Tensor]],
-        callbacks: list[TrainerCallback] | None = None,
         world: World | None = None,
     ) -> None:
         self.config = config
+        self.data = data
         self.root = root
-        self.trunk = trunk
-        self.world = world or World()
         self.collate = collate
-        self._weights: dict[str, Tensor] | None = None
-        """Unsharded weights during a checkpoint of several processes."""
+        self.world = world or World()
+        self.device = self.world.device or config.torch_device
         self.identity = of_run(config, data.fingerprints)
-        self.say: Callable[[str], None] = print
-        super().__init__(
-            model=model,
-            args=_training_arguments(config, self.world, evaluate=bool(data.held_out)),
-            train_dataset=data.train,
-            eval_dataset=data.held_out or None,
-            data_collator=self.own_rows,
-            callbacks=[Records(config, self.world), *(callbacks or [])],
-        )
-        self.remove_callback(PrinterCallback)
-        # The loss is already divided by the items of the whole step, so Trainer must not divide by
-        # gradient_accumulation. Older releases of transformers read the first attribute, newer
-        # ones the second.
-        self.model_accepts_loss_kwargs = True
-        self.loss_is_scaled_for_ga = True
+        if self.world.size > 1:
+            shard_around(root, trunk, self.world, self.passes)
+        self.optimizer = _adamw(root, config)
+        batches = math.ceil(len(data.train) / config.batch_size)
+        self.steps_per_epoch = math.ceil(batches / config.gradient_accumulation)
+        self.steps = math.ceil(config.epochs * self.steps_per_epoch)
 
     @abstractmethod
     def items(self, batch: dict[str, Tensor]) -> float:
@@ -148,71 +134,6 @@ class SupervisedTrainer(Trainer, ABC):
         Sharded models need every process in each pass.
         """
 
-    def own_rows(self, rows: list[Any]) -> dict[str, Tensor]:
-        """Collate this process's rows of a batch."""
-        own = self.world.local_rows(len(rows))
-        if not own:
-            return self.without_items(self.collate(rows[:1]))
-        return self.collate(rows[own.start : own.stop])
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, _ = super().get_batch_samples(*args, **kwargs)
-        count = sum(self.items(batch) for batch in batches)
-        return batches, torch.tensor(sum(self.world.gather(float(count))), device=self.args.device)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        with autocast(self.args.device, self.config.compute_dtype):
-            total = self.loss_sum(inputs)
-        loss = total / (self.items(inputs) if num_items_in_batch is None else num_items_in_batch)
-        if self.world.size == 1:
-            return loss
-        # The value, which is logged, is that of all rows; the gradient that of this process's rows.
-        return loss + (self.world.sum(loss.detach()) - loss.detach())
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model, then create the optimizer.
-
-        Trainer calls this after loading the weights of a checkpoint and before its optimizer.
-        """
-        if self.world.size > 1:
-            shard_as_it_is(self.root, self.trunk, self.world, self.entries)
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if self.world.size > 1:
-            optimizer.register_load_state_dict_pre_hook(_sharded_states)
-        return optimizer
-
-    @torch.no_grad()
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Return held-out metrics over items; Trainer's own are a mean of means over batches."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        assert self.model is not None
-        self.model.eval()
-        with autocast(self.args.device, self.config.compute_dtype):
-            measured = self.measure(rows)  # type: ignore[arg-type]
-        if self.world.size > 1:
-            reshard_for_update(self.root)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
-        return metrics
-
-    def batches(self, rows: list[Any]) -> Iterator[dict[str, Tensor]]:
-        """Yield this process's share of each batch, in order, on the device."""
-        size = self.config.batch_size
-        for start in range(0, len(rows), size):
-            batch = self.own_rows(rows[start : start + size])
-            yield {name: value.to(self.args.device) for name, value in batch.items()}
-
     def run(self, console: Console) -> dict[str, float]:
         """Train, starting from the newest intact checkpoint if `resume` is on.
 
@@ -223,177 +144,179 @@ class SupervisedTrainer(Trainer, ABC):
         Raises:
             Stopped: a signal stopped the run, after a checkpoint.
             CheckpointError: a checkpoint could not be written.
+            FloatingPointError: the loss or its gradient is not finite.
         """
-        self.say = functools.partial(say, console)
-        for sentence in busy_cpu(self.args.device):
-            self.say(sentence, "yellow")
-        checkpoint = self.world.on_main_rank(self._find_checkpoint) if self.config.resume else None
-        self.args.eval_on_start = bool(self.eval_dataset) and checkpoint is None
-        with progress(self.title, console) as show, listening(self.world) as request:
-            self.add_callback(ProgressBar(show))
-            self.add_callback(Interruptions(request))
-            try:
-                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            except UnpicklingError as error:  # torch.load with weights_only=True
-                raise ValueError(f"{checkpoint} holds objects other than tensors") from error
-        if request.stop and self.state.global_step < self.state.max_steps:
-            raise self._stopped(request.stop)
-        records = self.state.log_history
-        losses = [record["loss"] for record in records if "loss" in record]
-        tail = losses[-max(1, len(losses) // 10) :]
-        result = {"loss": sum(tail) / max(1, len(tail))}
-        if self.eval_dataset:
-            result |= self._last_evaluation()
-        return result
+        for sentence in busy_cpu(self.device):
+            say(console, sentence, "yellow")
+        done = self._resume(functools.partial(say, console)) if self.config.resume else 0
+        with (
+            closing(self._open_log(done)) as log,
+            progress(self.title, console, total=self.steps, completed=done) as show,
+            listening(self.world) as request,
+        ):
+            if done == 0 and self.data.held_out:
+                log.metrics(0, self.evaluate() | {"epoch": 0.0})
+            for step, batches in self._steps(done):
+                metrics = self.step(step, batches)
+                log.metrics(step, metrics)
+                if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+                    raise FloatingPointError(
+                        f"the loss is {metrics['loss']:g} and its gradient norm "
+                        f"{metrics['grad_norm']:g} at step {step}; lower learning_rate"
+                    )
+                if self.data.held_out and (step % self.steps_per_epoch == 0 or step == self.steps):
+                    log.metrics(step, self.evaluate() | {"epoch": metrics["epoch"]})
+                show(completed=step, status=f"loss {metrics['loss']:.3f}")
+                self._save_if_due(step, request)
+        return self._result()
 
-    def _stopped(self, signum: int) -> Stopped:
-        written = self.world.on_main_rank(lambda: checkpoints(self.config.output_dir))
-        next_run = "no checkpoint was written"
-        if written:
-            next_run = f"`--resume true` continues from {written[-1]}"
-        progress = f"{self.state.global_step} of {self.state.max_steps} steps"
-        return Stopped(signum, f" after {progress}; {next_run}")
+    def step(self, step: int, batches: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Take optimizer step number `step` on the batches, and return its metrics."""
+        self.root.train()
+        items = sum(self.world.gather(sum(self.items(batch) for batch in batches)))
+        loss = torch.zeros((), device=self.device)
+        for batch in batches:
+            with autocast(self.device, self.config.compute_dtype):
+                total = self.loss_sum(self._on_device(batch))
+            self.optimizer.backward(total / items)
+            loss += total.detach() / items
+        rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norms = self.optimizer.clip_gradients(self.config.max_grad_norm)
+        numbers = {"loss": self.world.sum(loss).item(), "grad_norm": norms["grad_norm"].item()}
+        self.optimizer.step(numbers)
+        self.optimizer.zero_grad()
+        return {**numbers, "learning_rate": rate, "epoch": self._epochs_at(step)}
 
-    def _last_evaluation(self) -> dict[str, float]:
-        """Return held-out metrics at the end of the run; evaluate if that has not been done."""
-        metrics: dict[str, float] = {}
-        step = None
-        for record in self.state.log_history:
-            if any(name.startswith("eval_") for name in record):
-                metrics = record
-                step = record["step"]
-        if step != self.state.global_step:
-            metrics = self.evaluate()
-        return {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step number `step`, which counts from 1."""
+        before = step - 1
+        warmup = math.ceil(self.steps * self.config.warmup)
+        if before < warmup:
+            return self.config.learning_rate * before / warmup
+        factor = schedule(self.config.lr_schedule, before, warmup, self.steps)
+        return self.config.learning_rate * factor
 
-    def _find_checkpoint(self) -> Path | None:
-        """Return the newest intact checkpoint of this run; None if there is none."""
-        newest = resumable(
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the held-out rows, with the prefix `eval_`."""
+        self.root.eval()
+        with autocast(self.device, self.config.compute_dtype):
+            metrics = self.measure(self.data.held_out)
+        if self.world.size > 1:
+            reshard_for_update(self.root)
+        return {f"eval_{name}": value for name, value in metrics.items()}
+
+    def batches(self, rows: list[Any]) -> Iterator[dict[str, Tensor]]:
+        """Yield this process's share of each batch of rows, in order, on the device."""
+        size = self.config.batch_size
+        for start in range(0, len(rows), size):
+            yield self._on_device(self._local_batch(rows[start : start + size]))
+
+    def _steps(self, done: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
+        """Yield (step, this process's batches) of all optimizer steps after `done`."""
+        size = self.config.batch_size
+        rows_per_step = size * self.config.gradient_accumulation
+        order: list[int] = []
+        for step in range(done, self.steps):
+            epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+            if not order or step_of_epoch == 0:
+                generator = torch.Generator().manual_seed(self.config.seed + epoch)
+                order = torch.randperm(len(self.data.train), generator=generator).tolist()
+            start = step_of_epoch * rows_per_step
+            rows = [self.data.train[row] for row in order[start : start + rows_per_step]]
+            batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+            yield step + 1, [self._local_batch(batch) for batch in batches]
+
+    def _epochs_at(self, step: int) -> float:
+        """Return the number of epochs after a step, by its batches."""
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        batches = math.ceil(len(self.data.train) / self.config.batch_size)
+        return epochs + steps * self.config.gradient_accumulation / batches
+
+    def _local_batch(self, rows: list[Any]) -> dict[str, Tensor]:
+        """Collate this process's rows of a batch."""
+        local = self.world.local_rows(len(rows))
+        if not local:
+            return self.without_items(self.collate(rows[:1]))
+        return self.collate(rows[local.start : local.stop])
+
+    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    # --------------------------------------------------------------------- records and checkpoints
+
+    def _open_log(self, done: int) -> SharedLog:
+        return SharedLog(
+            self.world,
             self.config.output_dir,
-            self.identity,
-            essential=IDENTITY,
-            allowed=self.config.allow_config_change,
-            say=self.say,
+            self.config,
+            index="step",
+            first=done + 1 if done else 0,
+            device=device_name(self.device),
+        )
+
+    def _resume(self, say: Callable[[str], None]) -> int:
+        """Restore the newest intact checkpoint, and return the number of its steps."""
+        newest = self.world.on_main_rank(
+            lambda: checkpoint.resumable(
+                self.config.output_dir,
+                self.identity,
+                essential=IDENTITY,
+                allowed=self.config.allow_config_change,
+                say=say,
+            )
         )
         if newest is None:
-            return None
-        for path in newest.passed_over:
-            self.say(f"renamed {path.name} to {manifest.set_aside(path).name}")
-        self.say(f"resuming from {newest.path}")
-        return newest.path
+            return 0
+        state, _ = checkpoint.load(newest.path, self.root, self.optimizer)
+        self.world.on_main_rank(lambda: checkpoint.tidy(newest, say=say))
+        say(f"resuming from {newest.path}")
+        return int(state["step"])
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Write a checkpoint with a manifest; with several processes the first writes it,
-        unsharded."""
-        if self.world.size == 1:
-            self._write_checkpoint(*args, **kwargs)
-            return
-        reshard_for_update(self.root)
-        optimizer: Any = self.optimizer
-        self._weights = self._unsharded_on_main(cast(Any, self.model).state_dict())
-        states = self._unsharded_on_main(optimizer.state_dict())
-        optimizer.state_dict = lambda: states
-        try:
-            self.world.on_main_rank(lambda: self._write_checkpoint(*args, **kwargs))
-        finally:
-            del optimizer.state_dict
-            self._weights = None
+    def _save_if_due(self, step: int, request: StopRequest) -> None:
+        """Write a checkpoint if it is due or requested, and stop the run on request.
 
-    def _unsharded_on_main(self, value: Any) -> Any:
-        """Unshard the tensors of a state dict to the CPU of the first process; None elsewhere."""
-        if isinstance(value, dict):
-            return {name: self._unsharded_on_main(entry) for name, entry in value.items()}
-        if isinstance(value, list):
-            return [self._unsharded_on_main(entry) for entry in value]
-        if not isinstance(value, Tensor):
-            return value
-        value = full_tensor(value)
-        return value.cpu() if self.world.is_main else None
+        Raises:
+            Stopped: a signal requests it, and steps are left.
+        """
+        requested = request.checkpoint_wanted()
+        signum = request.stop if step < self.steps else None
+        interval = self.config.checkpoint_interval
+        is_due = interval and (step % interval == 0 or step == self.steps)
+        path = checkpoint.path_of(self.config.output_dir, step)
+        if requested or signum is not None or is_due:
+            checkpoint.write(
+                path,
+                self.root,
+                self.optimizer,
+                {"step": step},
+                world=self.world,
+                run=self.identity,
+            )
+        if signum is not None:
+            raise Stopped(
+                signum,
+                f" after {step} of {self.steps} steps; `--resume true` continues from {path}",
+            )
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model of a checkpoint."""
-        model: Any = self.model
-        model.save_pretrained(output_dir or self.args.output_dir, state_dict=self._weights)
-
-    def _write_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        run_dir = Path(self.config.output_dir)
-        path = run_dir / f"checkpoint-{self.state.global_step}"
-        unfinished = run_dir / UNFINISHED
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
-        self.args.output_dir = str(unfinished)
-        try:
-            super()._save_checkpoint(*args, **kwargs)
-            written = unfinished / path.name
-            manifest.write(written, {"run": self.identity})
-            shutil.rmtree(path, ignore_errors=True)
-            written.rename(path)
-            manifest.sync(run_dir)
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last
-            raise failed(path, error) from error
-        finally:
-            self.args.output_dir = str(run_dir)
-            shutil.rmtree(unfinished, ignore_errors=True)
-        for old in checkpoints(run_dir)[:-CHECKPOINTS_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+    def _result(self) -> dict[str, float]:
+        """Return the mean loss of the last tenth of the steps, and the last held-out metrics."""
+        path = Path(self.config.output_dir) / "metrics.jsonl"
+        records = self.world.on_main_rank(lambda: read_jsonl(path))
+        losses = [record["loss"] for record in records if "loss" in record]
+        tail = losses[-max(1, len(losses) // 10) :]
+        held_out = {n: value for n, value in records[-1].items() if n.startswith("eval_")}
+        return {"loss": sum(tail) / len(tail), **held_out}
 
 
-def _sharded_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Shard the tensors of an optimizer state like the weights."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    states = {
-        index: {
-            name: sharded_like(value, weights[index]) if isinstance(value, Tensor) else value
-            for name, value in entry.items()
-        }
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": states}
-
-
-class RankArguments(TrainingArguments):
-    """Trainer's arguments with the device of this process; Trainer uses the first GPU."""
-
-    own_device: torch.device | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return super().device if self.own_device is None else self.own_device
-
-    @property
-    def n_gpu(self) -> int:
-        """At most 1: with more, Trainer would split each batch over all GPUs."""
-        return min(1, super().n_gpu)
-
-
-def _training_arguments(
-    config: SupervisedConfig, world: World, *, evaluate: bool
-) -> TrainingArguments:
-    on_cpu = config.torch_device.type == "cpu"
-    arguments = RankArguments(
-        output_dir=config.output_dir,
-        num_train_epochs=config.epochs,
-        per_device_train_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        learning_rate=config.learning_rate,
-        # `constant` in transformers has no warm-up.
-        lr_scheduler_type=config.lr_schedule.replace("constant", "constant_with_warmup"),
-        warmup_steps=config.warmup,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-        logging_steps=1,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,  # `Records` raises for a NaN
-        eval_strategy="epoch" if evaluate else "no",
-        save_strategy="steps" if config.checkpoint_interval else "no",
-        save_steps=config.checkpoint_interval or 500,
-        report_to="none",
-        seed=config.seed,
-        use_cpu=on_cpu,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=not on_cpu,
-    )
-    if not on_cpu and world.device is not None:
-        arguments.own_device = world.device
-        torch.cuda.set_device(world.device)  # TrainingArguments has set the first GPU
-    return arguments
+def _adamw(model: nn.Module, config: SupervisedConfig) -> Optimizer:
+    """Return AdamW over the trainable weights, with weight decay on the matrices."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [w for w in trained if w.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [w for w in trained if w.dim() < 2], "weight_decay": 0.0},
+    ]
+    make = functools.partial(torch.optim.AdamW, lr=config.learning_rate, **ADAM)
+    return Optimizer(make, [group for group in groups if group["params"]])

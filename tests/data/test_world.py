@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import many_ranks
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.data.world import VARIABLES, World, is_first, join, torchrun_hidden
+from fastppo.data.world import World, join
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -71,13 +70,3 @@ def test_shard_size_divides_the_processes(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
         join(torch.device("cpu"), shard_size=3)
-
-
-def test_torchruns_variables_can_be_hidden(monkeypatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "1")
-    assert not is_first()
-    with torchrun_hidden():
-        assert not {*VARIABLES} & {*os.environ}
-        assert is_first()
-    assert {os.environ[name] for name in VARIABLES} == {"1"}

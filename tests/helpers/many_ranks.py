@@ -207,8 +207,10 @@ STAGES: dict[str, dict[str, Any]] = {
     "sft": {"eval_share": 0.25, "epochs": 2},
     "sft, one row": {"batch_size": 1, "gradient_accumulation": 2},
     "sft, lora": {"lora_rank": 4, "lora_alpha": 8.0},
+    "sft, bf16": {"param_dtype": "bfloat16", "eval_share": 0.25},
     "reward": {"eval_share": 0.25, "batch_size": 5, "gradient_accumulation": 2},
     "reward, lora": {"lora_rank": 4, "lora_alpha": 8.0},
+    "reward, lora, bf16": {"lora_rank": 4, "lora_alpha": 8.0, "param_dtype": "bfloat16"},
 }
 """With batches of one row, the second of two processes has no rows."""
 
@@ -217,18 +219,18 @@ def train_stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str
     """Return the saved weights of a stage and its records; the last one is its result.
 
     Args:
-        base: saved model to initialize a reward model from.
+        base: saved model to start from; "" is a tiny Llama, for SFT.
     """
     stage_folder = Path(folder) / name
     stage_folder.mkdir(parents=True, exist_ok=True)
     options = STAGES[name] | {"warmup": 0.0, "learning_rate": 1e-3, **more}
-    callbacks = options.pop("callbacks", ())
     if name.startswith("sft"):
-        config = stage_runs.sft_config(stage_folder, **options)
-        result = stage_runs.sft(config, callbacks=callbacks)
+        config = stage_runs.sft_config(stage_folder, model=base, **options)
+        result = stage_runs.sft(config)
     else:
         config = stage_runs.reward_config(stage_folder, **options)
-        result = stage_runs.reward_model(config, stage_folder, model=load_classifier(base))
+        model = load_classifier(base, dtype=getattr(torch, config.param_dtype))
+        result = stage_runs.reward_model(config, stage_folder, model=model)
     run_folder = stage_folder / "run"
     saved_config = json.loads((run_folder / "config.json").read_text())
     result = result | {"score_mean": saved_config.get("score_mean", 0.0)}
@@ -240,11 +242,11 @@ def train_stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str
 
 def train_sft_until(folder: str, options: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
     """Run SFT, interrupted after `stop` steps unless it is 0."""
-    callbacks = [stage_runs.Interrupt(stop)] if stop else []
-    try:
-        return train_stage(folder, "sft", callbacks=callbacks, **options)
-    except KeyboardInterrupt:
-        return None
+    if not stop:
+        return train_stage(folder, "sft", **options)
+    with stage_runs.interrupted(after=stop):
+        train_stage(folder, "sft", **options)
+    return None
 
 
 def train_stages(folder: str, base: str) -> dict[str, Any]:

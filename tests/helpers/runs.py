@@ -16,12 +16,12 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.optimizer import Optimizer
 from fastppo.ppo.options.config import FUNCTIONS, PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.log import read_jsonl
+from fastppo.run.optimizer import Optimizer
 
 PARTS = (
     "rewards",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 from rich.console import Console
-from transformers import TrainerCallback
 
 from fastppo.stages.reward_model import RewardModelConfig, load_classifier, train_reward_model
 from fastppo.stages.sft import SFTConfig, train_sft
+from fastppo.stages.supervised import SupervisedTrainer
 
 ROWS = [{"prompt": f"w{i} w{i + 1}", "completion": "w7" + " w8" * (i % 3)} for i in range(8)]
 """Demonstrations of one, two and three words."""
@@ -36,9 +39,11 @@ def sft_config(tmp_path: Path, **more: Any) -> SFTConfig:
 
 
 def sft(config: SFTConfig, model: Any = None, rows: Any = ROWS, **more: Any) -> dict[str, float]:
-    """Train a tiny Llama on `rows`."""
+    """Train the model of the config, or a tiny Llama, on `rows`."""
     parts = {"tokenizer": tiny.tokenizer(), "console": Console(file=io.StringIO()), **more}
-    return train_sft(config, model=model or tiny.model(), rows=rows, **parts)
+    if not config.model:
+        parts["model"] = model or tiny.model()
+    return train_sft(config, rows=rows, **parts)
 
 
 def reward_config(tmp_path: Path, **more: Any) -> RewardModelConfig:
@@ -61,12 +66,27 @@ def reward_model(
     return train_reward_model(config, rows=rows, **parts)
 
 
-class Interrupt(TrainerCallback):
-    """Raise KeyboardInterrupt after `step` steps."""
+@contextmanager
+def before_steps(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the number of finished steps before each step of a run in this block."""
+    original = SupervisedTrainer.step
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def step(self: Any, number: int, batches: Any) -> dict[str, float]:
+        act(number - 1)
+        return original(self, number, batches)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SupervisedTrainer, "step", step)
+        yield
+
+
+@contextmanager
+def interrupted(after: int) -> Iterator[None]:
+    """Expect that a run in this block is interrupted after so many steps."""
+
+    def interrupt(steps: int) -> None:
+        if steps == after:
             raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), before_steps(interrupt):
+        yield

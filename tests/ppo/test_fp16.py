@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 
-from fastppo.ppo.optimizer import LEAST_SCALE
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.optimizer import LEAST_SCALE
 from runs import first_experience, make_trainer, update_gradients
 
 FP16: dict[str, Any] = {"precision": "fp16"}

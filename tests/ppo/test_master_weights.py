@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fastppo.models.policy import ActorCritic
-from fastppo.ppo.optimizer import Optimizer, make_optimizer
+from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.run.optimizer import Optimizer
 from runs import adamw, first_experience, make_trainer
 
 

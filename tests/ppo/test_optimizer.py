@@ -15,8 +15,9 @@ from transformers import LlamaConfig
 
 from fastppo.models.policy import ActorCritic
 from fastppo.models.value import critic_of_policy
-from fastppo.ppo.optimizer import make_optimizer, schedule
+from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.run.optimizer import schedule
 from runs import make_trainer
 
 

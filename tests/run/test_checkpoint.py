@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.ppo.optimizer import Optimizer
+from fastppo.data.world import World
 from fastppo.run import checkpoint, shards
+from fastppo.run.optimizer import Optimizer
 from runs import adamw
 
 STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
@@ -48,9 +49,8 @@ def _saved(
     optimizer = _adam(model)
     for _ in range(2):
         _step(model, optimizer)
-    snapshot = checkpoint.snapshot(model, optimizer, STATE, reference=reference)
     path = checkpoint.path_of(directory, number)
-    checkpoint.finish(path, checkpoint.begin(path), snapshot)
+    checkpoint.write(path, model, optimizer, STATE, world=World(), run={}, reference=reference)
     return model, optimizer
 
 
@@ -91,12 +91,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path)
     path = tmp_path / "checkpoint-000001"
     wide = Model(width=4)
-    says = r"does not fit the model: one\.weight is \[3, 3\] there and \[4, 4\] here"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=r"one\.weight .*\[3, 3\] .*\[4, 4\]"):
         checkpoint.load(path, wide, _adam(wide))
     other = torch.nn.Linear(3, 3)
-    says = "does not fit the model: 4 parameters are only in one of the two, such as bias"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=r"4 parameters .* bias"):
         checkpoint.load(path, other, _adam(other))
 
 
@@ -113,7 +111,9 @@ def test_old_checkpoints_are_deleted(tmp_path: Path) -> None:
 
 def test_an_unfinished_checkpoint_is_ignored_and_deleted(tmp_path: Path) -> None:
     _saved(tmp_path, 1)
-    (checkpoint.begin(checkpoint.path_of(tmp_path, 2)) / "model.safetensors").touch()
+    unfinished = tmp_path / ".checkpoint-000002.tmp-1"
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").touch()
     assert _names(tmp_path) == ["checkpoint-000001"]
     _saved(tmp_path, 3)
     assert not list(tmp_path.glob(".checkpoint-*")), "the unfinished one is deleted"
@@ -129,16 +129,15 @@ def test_a_checkpoint_of_the_same_number_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "found"),
     [
-        ("model.one.weight", r"one\.weight is \[1, 3\] there and \[3, 3\] here"),
-        ("model.other", "nothing for model.other"),
+        ("model.one.weight", r"one\.weight .*\[1, 3\] .*\[3, 3\]"),
+        ("model.other", r"model\.other"),
     ],
 )
-def test_shards_of_another_model_are_refused(key: str, says: str, tmp_path: Path) -> None:
+def test_shards_of_another_model_are_refused(key: str, found: str, tmp_path: Path) -> None:
     model, optimizer = _saved(tmp_path)
-    model.causal_lm = torch.nn.Linear(1, 1).requires_grad_(False)
     path = tmp_path / "checkpoint-000001"
     shards.write(shards.state_of(model, optimizer, {}) | {key: torch.zeros(1, 3)}, path)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=found):
         checkpoint.load(path, model, optimizer)

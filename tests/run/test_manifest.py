@@ -18,23 +18,23 @@ def _written(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "says"),
+    ("file", "content", "named"),
     [
-        ("a", b"two", "a has changed since it was written"),
-        ("deep/b", None, "deep/b is missing"),
-        ("new", b"", "new is not in manifest.json"),
-        ("manifest.json", b"{", "cannot be read: Expecting"),
-        ("manifest.json", None, "no manifest.json, so it was never finished"),
+        ("a", b"two", "a "),
+        ("deep/b", None, "deep/b"),
+        ("new", b"", "new"),
+        ("manifest.json", b"{", "Expecting"),
+        ("manifest.json", None, r"no manifest\.json"),
     ],
 )
-def test_a_damaged_file_is_named(file: str, content: bytes | None, says: str, tmp_path) -> None:
+def test_a_damaged_file_is_named(file: str, content: bytes | None, named: str, tmp_path) -> None:
     path = _written(tmp_path / "c")
     assert manifest.read(path) == {"run": {"seed": 1}}
     if content is None:
         (path / file).unlink()
     else:
         (path / file).write_bytes(content)
-    with pytest.raises(manifest.DamagedError, match=says):
+    with pytest.raises(manifest.DamagedError, match=f"c.*: {named}"):
         manifest.read(path)
 
 

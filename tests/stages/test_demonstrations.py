@@ -92,7 +92,7 @@ def test_a_template_that_rewrites_earlier_turns_needs_marks() -> None:
     """Some templates strip the reasoning of earlier turns."""
     rewriting = UNMARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
     rows = [{"messages": _turns("w10", "w11")}, {"messages": _turns("w10", "w11", "w13", "w14")}]
-    with pytest.raises(DataError, match=r"data, row 2: the chat template renders the first 1 mess"):
+    with pytest.raises(DataError, match=r"data, row 2: .*\{% generation %\}"):
         _encode(rows, _tokenizer(rewriting))
     marks = MARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
     assert _texts(_encode(rows, _tokenizer(marks))[1])[1] == "<eos> w14 <eos>"
@@ -122,28 +122,28 @@ def test_long_rows_are_cut_and_rows_without_a_loss_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "column"),
     [
-        ({"question": "w1"}, "expected messages, prompt and completion, or text, got question"),
-        ({"prompt": "w1"}, "expected messages, prompt and completion, or text, got prompt"),
-        ({"prompt": "w1", "completion": 3}, "a string prompt with a string completion"),
-        ({"prompt": " ", "completion": "w1"}, "the prompt is empty"),
-        ({"text": ""}, "text must be a non-empty string"),
-        ({"messages": "w1"}, "messages must be a list"),
-        ({"messages": _turns("w1")}, "a turn of the assistant, got user"),
-        ({"messages": _turns("w1", "w2")[1:]}, "a chat starting with the assistant"),
-        ({"prompt": _turns("w1"), "completion": _turns("w2")}, "starting with the assistant's"),
+        ({"question": "w1"}, "question"),
+        ({"prompt": "w1"}, "completion"),
+        ({"prompt": "w1", "completion": 3}, "completion"),
+        ({"prompt": " ", "completion": "w1"}, "prompt"),
+        ({"text": ""}, "text"),
+        ({"messages": "w1"}, "messages"),
+        ({"messages": _turns("w1")}, "assistant"),
+        ({"messages": _turns("w1", "w2")[1:]}, "assistant"),
+        ({"prompt": _turns("w1"), "completion": _turns("w2")}, "completion"),
     ],
 )
-def test_an_unusable_row_is_named(row: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
+def test_an_unusable_row_is_named(row: dict[str, Any], column: str) -> None:
+    with pytest.raises(DataError, match=f"data, row 2: .*{column}"):
         _encode([ROWS[0], row], _tokenizer(UNMARKED))
 
 
 def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = _tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no EOS token"):
+    with pytest.raises(ValueError, match="EOS"):
         _encode(ROWS, tokenizer)
 
 

@@ -64,7 +64,7 @@ def test_rows_without_a_preference_are_dropped() -> None:
     ]
     comparisons = encode_comparisons(rows, tiny.tokenizer())
     assert (len(comparisons.examples), comparisons.dropped) == (1, 2)
-    with pytest.raises(DataError, match="none of 2 rows prefers one text to another"):
+    with pytest.raises(DataError, match=r"data: .* 2 rows"):
         encode_comparisons(rows[:2], tiny.tokenizer())
 
 
@@ -78,35 +78,32 @@ def test_long_texts_are_cut_at_the_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "column"),
     [
-        ({"prompt": "w1", "chosen": "w2"}, "expected prompt, chosen and rejected, or prompt and"),
-        ({"chosen": " w2", "rejected": " w3"}, "no prompt; only whole conversations"),
-        ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "a completion must be a string"),
-        ({"prompt": 1, "chosen": "w2", "rejected": " w3"}, "a prompt must be a string .* int"),
-        ({"prompt": "w1", "completions": [" w2"]}, "completions must be a list of 2 or more"),
-        ({"prompt": "w1", "completions": ["w2", "w3"], "ranks": [1]}, "ranks must be 2 numbers"),
-        ({"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf}, "margin must be"),
-        (
-            {"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0},
-            "a margin needs a pair",
-        ),
+        ({"prompt": "w1", "chosen": "w2"}, "rejected"),
+        ({"chosen": " w2", "rejected": " w3"}, "prompt"),
+        ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "completion"),
+        ({"prompt": 1, "chosen": "w2", "rejected": " w3"}, "prompt"),
+        ({"prompt": "w1", "completions": [" w2"]}, "completions"),
+        ({"prompt": "w1", "completions": ["w2", "w3"], "ranks": [1]}, "ranks"),
+        ({"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf}, "margin"),
+        ({"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0}, "margin"),
         (
             {
                 "chosen": [{"role": "user", "content": "w4"}, *_answer("w2")],
                 "rejected": CHAT + _answer("w3"),
             },
-            "do not start with the same messages",
+            "conversations",
         ),
-        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "all strings or all chat"),
+        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "completions"),
         (
             {"prompt": "w1", "chosen": CHAT + _answer("w2"), "rejected": _answer("w3")},
-            "or all be whole conversations",
+            "conversations",
         ),
     ],
 )
-def test_an_unusable_row_is_named(row: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
+def test_an_unusable_row_is_named(row: dict[str, Any], column: str) -> None:
+    with pytest.raises(DataError, match=f"data, row 2: .*{column}"):
         encode_comparisons([PAIRS[0], row], tiny.tokenizer(chat=True))
 
 

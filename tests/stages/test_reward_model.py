@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from stage_runs import PAIRS, Interrupt, classifier, reward_config, reward_model
+from stage_runs import PAIRS, classifier, interrupted, reward_config, reward_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -139,9 +139,9 @@ def test_a_classifier_needs_one_label_and_weights(tmp_path: Path) -> None:
     config.num_labels = 3
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "three")
-    with pytest.raises(ValueError, match="expected a classifier with 1 label, got 3"):
+    with pytest.raises(ValueError, match="1 label, got 3"):
         load_classifier(str(tmp_path / "three"))
-    with pytest.raises(ValueError, match=r"no config\.json there"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         load_classifier(str(tmp_path))
 
 
@@ -152,7 +152,7 @@ def test_a_masked_lm_may_lack_the_pooler(tmp_path) -> None:
     )  # fmt: skip
     BertForMaskedLM(config).save_pretrained(tmp_path)
     assert load_classifier(str(tmp_path)).config.num_labels == 1
-    with pytest.raises(ValueError, match="lacks weights of BertForSequenceClassification"):
+    with pytest.raises(ValueError, match="BertForSequenceClassification"):
         load_classifier(
             tiny.without_weight(str(tmp_path), "bert.embeddings.word_embeddings.weight")
         )
@@ -216,8 +216,8 @@ def test_a_resumed_lora_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint_interval": 2, "lora_rank": 4}
     options["model"] = tiny.saved_model(tmp_path / "sft")
     reward_model(reward_config(tmp_path, **options, output_dir=str(tmp_path / "whole")), tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        reward_model(reward_config(tmp_path, **options), tmp_path, callbacks=[Interrupt(3)])
+    with interrupted(after=3):
+        reward_model(reward_config(tmp_path, **options), tmp_path)
     reward_model(reward_config(tmp_path, **options, resume=True), tmp_path)
     uninterrupted, resumed = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / name)

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from stage_runs import ROWS, Interrupt, sft, sft_config
+from stage_runs import ROWS, interrupted, sft, sft_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastppo.run.checkpoint import checkpoints
@@ -90,28 +90,31 @@ def test_a_run_writes_its_records(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= records[0].keys()
     assert list((run / "tensorboard").glob("events*"))
-    with pytest.raises(ValueError, match="holds a run already: resume it with `resume: true`"):
+    with pytest.raises(ValueError, match="output_dir"):
         sft(config)
 
 
-def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_ends_in_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """After an interruption one step past a checkpoint, that step is repeated."""
-    options = {"epochs": 4, "checkpoint_interval": 3}
+    options: dict[str, Any] = {"epochs": 4, "checkpoint_interval": 3, "param_dtype": dtype}
+    options |= {"model": tiny.saved_model(tmp_path / "base"), "eval_share": 0.2}
     sft(sft_config(tmp_path, **options, output_dir=str(tmp_path / "whole")))
-    with pytest.raises(KeyboardInterrupt):
-        sft(sft_config(tmp_path, **options), callbacks=[Interrupt(4)])
-    assert checkpoints(tmp_path / "run")[-1].name == "checkpoint-3"
+    with interrupted(after=4):
+        sft(sft_config(tmp_path, **options))
+    assert checkpoints(tmp_path / "run")[-1].name == "checkpoint-000003"
     printed = io.StringIO()
     sft(sft_config(tmp_path, **options, resume=True), console=Console(file=printed, width=200))
-    assert f"resuming from {tmp_path / 'run' / 'checkpoint-3'}" in printed.getvalue()
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-000003'}" in printed.getvalue()
     saved = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         for name in ("whole", "run")
     ]
     torch.testing.assert_close(*saved, rtol=0, atol=0)
-    records = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "run")]
-    assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
-    assert [r["step"] for r in records[1]] == list(range(1, 9))
+    records = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "run")]
+    assert records[0] == records[1]
+    losses = [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert losses == list(range(1, 9))
 
 
 def test_lora_trains_adapters_and_saves_a_plain_model(tmp_path: Path) -> None:
@@ -138,5 +141,5 @@ def test_bf16_weights_are_saved_in_bf16(tmp_path: Path) -> None:
 def test_the_tokenizer_of_another_model_is_rejected(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["w99"])
-    with pytest.raises(ValueError, match="the tokenizer has 44 tokens and the model 43"):
+    with pytest.raises(ValueError, match=r"44 tokens .* 43"):
         sft(sft_config(tmp_path), tokenizer=tokenizer)

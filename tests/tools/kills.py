@@ -2,10 +2,10 @@
 
     python tests/tools/kills.py 200
 
-The runs are `fastppo train` (one process and two), `sft`, `reward` and `recipe`. Most are killed by
-SIGKILL, with two processes only one of them. Others get a signal and lose their console, as by
-Ctrl-C under `tee` or a terminal that closes. The script raises AssertionError if a checkpoint is
-lost, a process ends in another way, or the bits differ.
+The runs are `fastppo train` and `sft` (one process and two), `reward` and `recipe`. Most are
+killed by SIGKILL, with two processes only one of them. Others get a signal and lose their console,
+as by Ctrl-C under `tee` or a terminal that closes. The script raises AssertionError if a checkpoint
+is lost, a process ends in another way, or the bits differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from command_line import Folder  # noqa: E402
 
 from fastppo.recipes.catalogue import find  # noqa: E402
 from fastppo.recipes.run import OWNER, write_files  # noqa: E402
-from fastppo.run.log import read_jsonl  # noqa: E402
 
 RECIPE = "arithmetic"
 
@@ -73,8 +72,8 @@ CONSOLES: dict[str, tuple[Callable[[Path], tuple[Path, int]], signal.Signals]] =
 }
 
 
-UNFINISHED = {"train": ".checkpoint-*", "recipe": "*recipe.txt*"}
-"""Files of the run directory while a command writes; `.unfinished` for the others."""
+UNFINISHED = {"recipe": "*recipe.txt*"}
+"""Files of the run directory while a command writes; those of a checkpoint for the others."""
 
 PATIENCE = 5.0
 """Seconds for the other processes to end after one is killed."""
@@ -142,7 +141,7 @@ class Victim:
         assert codes == [0] * self.ranks, self.log.read_text()
 
     def bits(self) -> dict[str, bytes]:
-        """The result, without times."""
+        """Return the result, without times."""
         run = self.folder.run
         if self.command == "train":
             return self.folder.bits()
@@ -150,10 +149,7 @@ class Victim:
             write_files(find(RECIPE), run)  # adds missing files
             names = (OWNER, "run.yaml", *find(RECIPE).shipped.values())
             return {name: (run / name).read_bytes() for name in names}
-        records = read_jsonl(run / "metrics.jsonl")
-        untimed = [{k: v for k, v in r.items() if "runtime" not in k} for r in records]
-        weights = (run / "model.safetensors").read_bytes()
-        return {"model.safetensors": weights, "metrics.jsonl": json.dumps(untimed).encode()}
+        return {name: (run / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl")}
 
     def kill(self, draw: random.Random, *, with_consoles: bool = True) -> str | None:
         """Start the run and kill it; return how, or None if it ended before."""
@@ -170,7 +166,7 @@ class Victim:
         processes = self.start(output)
         victim = draw.choice(processes)
         if way == "SIGKILL in a write":
-            unfinished = UNFINISHED.get(self.command, ".unfinished")
+            unfinished = UNFINISHED.get(self.command, ".checkpoint-*")
             command_line.wait_for(lambda: any(run.glob(unfinished)), victim, seconds=20)
         elif self.command == "recipe":
             command_line.wait_for(run.exists, victim)
@@ -222,7 +218,7 @@ def _number(checkpoint: str) -> int:
 def kill(count: int, path: Path, seed: int = 0, *, with_consoles: bool = True) -> Counter[str]:
     """Kill `count` runs, and return how often each way was used."""
     draw = random.Random(seed)
-    kinds = [("train", 1), ("sft", 1), ("reward", 1), ("recipe", 1), ("train", 2)]
+    kinds = [("train", 1), ("sft", 1), ("reward", 1), ("recipe", 1), ("train", 2), ("sft", 2)]
     victims = [Victim(name, path / f"{name}-{ranks}", ranks) for name, ranks in kinds]
     ways: Counter[str] = Counter()
     while sum(ways.values()) < count:
