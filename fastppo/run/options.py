@@ -33,6 +33,7 @@ import yaml
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
+from fastppo.run.former_names import FORMER_NAMES
 from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -91,7 +92,11 @@ class Options:
             dashes: `--` shows the names as flags.
         """
         known = [member.name for member in fields(cls)]
-        meant = other_projects_option(name, known)
+        successor = FORMER_NAMES.get(name, "")
+        if successor.partition("=")[0] in known:
+            meant: list[str] | None = [successor]
+        else:
+            meant = other_projects_option(name, known)
         if meant is None:
             meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         question = " or ".join(dashes + option for option in meant)

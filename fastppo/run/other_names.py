@@ -31,6 +31,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "total_episodes": ("iterations",),
     "use_peft": ("lora_rank",),
     # transformers: TrainingArguments
+    "adam_beta1": ("optimizer_options",),
+    "adam_beta2": ("optimizer_options",),
+    "adam_epsilon": ("optimizer_options",),
     "bf16": ("precision",),
     "eval_steps": ("eval_interval",),
     "eval_strategy": ("eval_interval",),
@@ -172,7 +175,6 @@ WITHOUT = {
     "vllm_server_timeout",
     "vllm_structured_outputs_regex",
     # transformers: TrainingArguments
-    "adam_beta1",
     "local_rank",
     "optim_target_modules",
 }

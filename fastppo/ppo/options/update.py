@@ -215,5 +215,4 @@ class OptimizerOptions(Options):
         None, "Keyword arguments of the optimizer, a YAML mapping such as '{eps: 1.0e-6}'"
     )
     weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
-    adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
     max_grad_norm: float = option(1.0, "Clip gradients to this norm", above=0)

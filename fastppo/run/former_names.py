@@ -1,0 +1,6 @@
+"""Options of earlier versions, and what replaces them."""
+
+FORMER_NAMES: dict[str, str] = {
+    "adam_beta2": "optimizer_options={betas: [0.9, 0.95]}",
+}
+"""An unknown option is answered with its successor, if the command has it."""
