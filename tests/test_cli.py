@@ -380,7 +380,7 @@ def test_help_shows_the_options_of_a_word(capsys) -> None:
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "KL to the reference" in shown
-    for name in ("kl_coef", "kl_horizon", "early_stop_kl", "policy_kl_target"):
+    for name in ("kl_coef", "kl_target", "early_stop_kl", "step_kl"):
         assert f"--{name} " in shown
     assert "--lam " not in shown
     with pytest.raises(SystemExit):

@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "solved prompts": WIDE | {"solved_reward": 0.125, "iterations": 3},
     "gspo": WIDE | SHORT | {"objective": "gspo"},
     "sampler": NARROW_CRITIC | {"old_logprobs": "sampler"},
-    "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
+    "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},
     # The second batch of two iterations has no signal.
     "warm-up": WIDE

@@ -135,7 +135,7 @@ def add_ptx_gradient(
         The language-modeling loss, 0-d.
     """
     rows = world.local_rows(len(blocks))
-    size = options.limits().count(options.ptx_block_size)
+    size = options.limits().count(blocks.shape[1])
     parts: list[Tensor] = []
     if rows:
         parts += blocks[rows.start : rows.stop].to(model.device).split(size)

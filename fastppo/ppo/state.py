@@ -42,6 +42,9 @@ STILL = 1e-5
 FIRST_POLICY_BETA = 1.0
 """β of objective=penalty in the first iteration, per nat."""
 
+POLICY_KL_TARGET = 0.01
+"""Target of objective=penalty, nats per token. Schulman et al. 2017 tried 0.003, 0.01 and 0.03."""
+
 
 class RunStoppedError(RuntimeError):
     """A metric crossed a threshold of `stop_if`. Checkpoint, policy and report are written."""
@@ -86,7 +89,7 @@ class RunState:
         target = config.entropy_target
         return cls(
             kl_control=_kl_control(config),
-            policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
+            policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, POLICY_KL_TARGET),
             watch=_watch(config),
             entropy_control=None if target is None else EntropyControl(config.entropy_coef, target),
             value_regression=ValueRegression() if config.fits_value_head else None,
@@ -218,7 +221,7 @@ class RunState:
 
 def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
     if config.kl_controller == "adaptive":
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+        return AdaptiveKL(config.kl_coef, config.kl_target)
     if config.kl_controller == "penalty":
         return PenaltyKL(config.kl_coef, config.kl_target)
     return FixedKL(config.kl_coef)

@@ -311,7 +311,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
     data = tiny.saved_text(tmp_path / "text.jsonl")
     gradients = {}
     for coef in (0.0, 2.5):
-        more = {"ptx_coef": coef, "ptx_data": data, "ptx_block_size": 12} if coef else {}
+        more = {"ptx_coef": coef, "ptx_data": data} if coef else {}
         more["microbatch_size"] = 3  # of the 8 blocks, so the parts are unequal
         trainer = make_trainer(tmp_path, max_grad_norm=1e9, **more)
         torch.manual_seed(0)

@@ -393,7 +393,6 @@ def check_objective(config: PPOConfig) -> None:
         where=objective not in ("penalty", "sapo") and not is_own,
         needs="an objective with a clip range: not penalty, sapo or a user-defined function",
     )
-    config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
 
 
 def check_importance(config: PPOConfig) -> None:
@@ -466,9 +465,6 @@ def check_kl(config: PPOConfig) -> None:
     config.have_effect_only(
         "kl_target", where=is_controlled, needs="kl_controller=adaptive or penalty"
     )
-    config.have_effect_only(
-        "kl_horizon", where=config.kl_controller == "adaptive", needs="kl_controller=adaptive"
-    )
 
 
 def check_advantages(config: PPOConfig) -> None:
@@ -510,9 +506,7 @@ def check_pretraining(config: PPOConfig) -> None:
         raise ValueError("ptx_coef > 0 needs ptx_data")
     if config.ptx_data and not config.is_used("ptx_coef"):
         raise ValueError("ptx_data is given and ptx_coef is 0: expected both or neither")
-    config.have_effect_only(
-        "ptx_batch_size", "ptx_block_size", where=config.ptx_data, needs="ptx_data"
-    )
+    config.have_effect_only("ptx_batch_size", where=config.ptx_data, needs="ptx_data")
 
 
 def check_learning_rate(config: PPOConfig) -> None:
@@ -531,7 +525,7 @@ def check_learning_rate(config: PPOConfig) -> None:
         )
     if config.objective == "penalty":
         raise ValueError(
-            "objective=penalty adapts its own coefficient to policy_kl_target, so learning_rate "
+            "objective=penalty adapts its own coefficient to the KL, so learning_rate "
             "must be a number"
         )
     has_rate = config.value_learning_rate is not None or config.fits_value_head

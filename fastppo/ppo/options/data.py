@@ -43,7 +43,6 @@ class PretrainingOptions(Options):
     )
     ptx_data: str = option("", "Pretraining text: rows with a `text` column, given like prompts")
     ptx_batch_size: int = option(8, "Blocks of text per optimizer step, sequences", minimum=1)
-    ptx_block_size: int = option(256, "Length of a block of text, tokens", minimum=2)
 
 
 @dataclass(kw_only=True, frozen=True)

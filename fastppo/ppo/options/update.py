@@ -105,9 +105,6 @@ class UpdateOptions(Options):
         None, "ε of the upper bound; default: clip_ratio", minimum=0
     )
     dual_clip: float | None = option(None, "c > 1: the loss is at most c·|A| where A < 0")
-    policy_kl_target: float = option(
-        0.01, "Target of objective=penalty: KL to the rollout policy, nats per token", above=0
-    )
     early_stop_kl: float | None = option(
         None,
         "End the update of an iteration when the KL to the rollout policy exceeds this, nats per "
@@ -140,7 +137,6 @@ class KLOptions(Options):
         "Schulman et al. 2017); β is constant during value_warmup_iterations",
     )
     kl_target: float = option(6.0, "Target KL of the controller, nats per sequence", above=0)
-    kl_horizon: float = option(10_000.0, "Horizon of the adaptive β, sequences", above=0)
     kl_loss_coef: float = option(
         0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
     )

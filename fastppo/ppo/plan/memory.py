@@ -45,6 +45,7 @@ from fastppo_kernels.torch.rows import CHUNK_ELEMENTS
 from torch import Tensor, nn
 
 from fastppo.data.batch import Batch
+from fastppo.data.text import block_tokens
 from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
@@ -291,7 +292,7 @@ class Process:
 
         This loss computes its logits twice, and needs a gradient buffer of their size.
         """
-        ids = torch.zeros(self.rows_of_text(), self.config.ptx_block_size, dtype=torch.int64)
+        ids = torch.zeros(self.rows_of_text(), block_tokens(self.run.context), dtype=torch.int64)
         before = self.live.bytes
         with self.policy.autocast():
             text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
@@ -299,7 +300,7 @@ class Process:
 
     def rows_of_text(self) -> int:
         """Return the sequences of a PPO-ptx microbatch."""
-        fitting = self.config.limits().count(self.config.ptx_block_size)
+        fitting = self.config.limits().count(block_tokens(self.run.context))
         return min(fitting, self.run.share(self.config.ptx_batch_size))
 
     @property
@@ -376,7 +377,7 @@ class Process:
         tokens = self.run.microbatch * self.config.max_new_tokens
         buffers = self.loss_buffers
         if self.config.is_used("ptx_coef"):
-            tokens = max(tokens, self.rows_of_text() * self.config.ptx_block_size)
+            tokens = max(tokens, self.rows_of_text() * block_tokens(self.run.context))
             buffers = 2
         rows = self.rows_of_chunk(tokens, buffers=buffers)
         return (buffers - in_use) * rows * len(self.policy.head.weight) * self.dtype.itemsize

@@ -24,7 +24,7 @@ from fastppo.data.addresses import is_address, load_prompts
 from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, column_names, load_rows
-from fastppo.data.text import PretrainingText
+from fastppo.data.text import PretrainingText, block_tokens
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
@@ -308,17 +308,12 @@ def load_pretraining(
         context: of the policy, tokens.
 
     Raises:
-        ValueError: a block is longer than the context.
         DataError: the rows cannot be used.
     """
     if not config.ptx_data:
         return None
-    if context is not None and config.ptx_block_size > context:
-        raise ValueError(
-            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
-        )
     rows = load_rows(config.ptx_data, config.split)
-    return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
+    return PretrainingText(rows, tokenizer, block_tokens(context), source=config.ptx_data)
 
 
 # ------------------------------------------------------------------------------------- the rewards

@@ -97,7 +97,7 @@ def test_a_smaller_microbatch_needs_less_memory(tmp_path: Path) -> None:
         ({"param_dtype": "bfloat16"}, "fp32 masters", 1),
         ({"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}, "logits", 1),
         (
-            {"ptx_coef": 1.0, "ptx_data": "text.jsonl", "ptx_block_size": 64},
+            {"ptx_coef": 1.0, "ptx_data": "text.jsonl"},
             "logits",
             1,
         ),

@@ -213,7 +213,6 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"reward_weights": [1.0], "rewards": [tiny.count_w7] * 2}, "got 2 rewards and 1 reward_w"),
         ({"device": "gpu"}, "device must be auto, cpu, cuda"),
-        ({"ptx_coef": 1.0, "ptx_data": "t.jsonl", "ptx_block_size": 65}, "ptx_block_size=65 is l"),
     ],
 )
 def test_options_that_do_not_fit_the_parts_are_refused(
