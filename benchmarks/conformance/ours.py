@@ -155,12 +155,13 @@ def _importance(
     inputs: Inputs, backend: str, level: str, mode: str, floor: float | None, cap: float
 ) -> Mapping[str, Any]:
     mask = inputs["mask"]
-    bounds: dict[str, Any] = {"importance_cap": cap, "importance_floor": floor}
-    config = PPOConfig(**bounds | {"importance_mode": f"{level}_{mode}"})
     weights, _ = importance(
-        inputs["logprobs"][mask], inputs["sampler_logprobs"][mask], mask.sum(1), config
+        inputs["logprobs"][mask],
+        inputs["sampler_logprobs"][mask],
+        mask.sum(1),
+        mode=mode if level == "token" else f"sequence-{mode}",
+        bounds=(floor or 0.0, cap),
     )
-    assert weights is not None
     return {"weights": torch.zeros_like(inputs["logprobs"]).masked_scatter(mask, weights)}
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from fastppo.data.rows import DataError, Rows, visiting_order
 from fastppo.functional.scalars import describe
 
-
 BLOCK_TOKENS = 256
 """Length of a block, tokens, unless the model's context is shorter."""
 

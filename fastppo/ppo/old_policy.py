@@ -127,10 +127,19 @@ def read_old_policy(
         return old
     sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
     lengths = torch.tensor(rollout.written_lengths, device=device)
-    weights, metrics = importance(old.logprobs, sampler_logprobs, lengths, options)
+    weights: Tensor | None = None
+    of_weights: dict[str, float] = {}
+    if options.importance_bounds is not None and len(old.logprobs):
+        weights, of_weights = importance(
+            old.logprobs,
+            sampler_logprobs,
+            lengths,
+            mode=options.importance,
+            bounds=options.importance_bounds,
+        )
     if sampling.is_restricted:
-        metrics |= excluded(old.logprobs, sampler_logprobs)
-    return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
+        of_weights |= excluded(old.logprobs, sampler_logprobs)
+    return old._replace(importance_weights=weights, metrics=old.metrics | of_weights)
 
 
 def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
@@ -168,8 +177,13 @@ def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
 
 
 def importance(
-    logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, options: PPOConfig
-) -> tuple[Tensor | None, dict[str, float]]:
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str,
+    bounds: tuple[float, float],
+) -> tuple[Tensor, dict[str, float]]:
     """Return bounded importance weights and their metrics.
 
     The effective sample size of the bounded weights, (Σw)²/(N·Σw²), is 1 if all are equal. The
@@ -177,23 +191,21 @@ def importance(
 
     Args:
         lengths: [B] int64, tokens of each response.
+        mode: truncate, mask, sequence-truncate or sequence-mask.
+        bounds: lowest and highest weight.
 
     Returns:
-        (weights [N] fp32, or None without a bound; metrics).
+        (weights [N] fp32; metrics).
     """
-    cap = options.importance_cap
-    floor = options.importance_floor
-    if (cap is None and floor is None) or not len(logprobs):
-        return None, {}
-    by_response = options.importance_mode.startswith("sequence")
+    by_response = mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
     if by_response:
         log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
     ratio = log_ratio.clamp(-20, 20).exp()
-    bounded = ratio.clamp(min=floor, max=cap)
+    bounded = ratio.clamp(*bounds)
     beyond = bounded != ratio
     weights = bounded
-    if options.importance_mode.endswith("mask"):
+    if mode.endswith("mask"):
         weights = torch.where(beyond, 0.0, ratio)
     if by_response:
         weights = weights.repeat_interleave(lengths)

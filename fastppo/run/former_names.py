@@ -1,6 +1,8 @@
 """Options of earlier versions, and what replaces them."""
 
 FORMER_NAMES: dict[str, str] = {
+    "importance_floor": "importance",
+    "importance_mode": "importance",
     "kl_horizon": "kl_target",
     "policy_kl_target": "objective",
     "ptx_block_size": "ptx_batch_size",

@@ -398,14 +398,12 @@ def check_objective(config: PPOConfig) -> None:
 def check_importance(config: PPOConfig) -> None:
     """Raise ValueError for conflicting options of the importance weights."""
     cap = config.importance_cap
-    floor = config.importance_floor
-    if cap is not None and floor is not None and floor >= cap:
-        raise ValueError(f"importance_floor must be below importance_cap, got {floor} and {cap}")
-    config.have_effect_only(
-        "importance_mode",
-        where=cap is not None or floor is not None,
-        needs="an importance_cap or an importance_floor",
-    )
+    if cap is not None and cap <= 1 and config.importance.endswith("mask"):
+        raise ValueError(
+            f"importance={config.importance} keeps ratios from 1/importance_cap to "
+            f"importance_cap, so importance_cap must be > 1, got {cap:g}"
+        )
+    config.have_effect_only("importance", where=cap is not None, needs="an importance_cap")
 
 
 def check_async(config: PPOConfig) -> None:

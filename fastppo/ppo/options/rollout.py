@@ -70,22 +70,23 @@ class RolloutOptions(Options):
         "Source of old logprobs and values: the sampler, or a forward pass; auto: the sampler "
         "where both compute with the same weights in fp32",
     )
-    importance_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = option(
-        "token_truncate",
-        "Importance weight against the sampler's distribution, per token or per response; beyond "
-        "its bounds it is clamped (truncate) or set to 0 (mask)",
+    importance: Literal["truncate", "mask", "sequence-truncate", "sequence-mask"] = option(
+        "truncate",
+        "Importance weight against the sampler's distribution, per token or per response "
+        "(sequence-…). truncate: clamp it to importance_cap; mask: set it to 0 outside "
+        "[1/importance_cap, importance_cap]",
     )
     importance_cap: float | None = option(
-        2.0,
-        "Upper bound of the importance weight; with none, and no importance_floor, nothing is "
-        "corrected",
-        above=0,
+        2.0, "Upper bound of the importance weight; none disables the correction", above=0
     )
-    importance_floor: float | None = option(
-        None, "Lower bound of the importance weight; default: 0", above=0
-    )
+
+    @property
+    def importance_bounds(self) -> tuple[float, float] | None:
+        """Bounds of the importance weight; None without a correction."""
+        cap = self.importance_cap
+        if cap is None:
+            return None
+        return (1 / cap if self.importance.endswith("mask") else 0.0), cap
 
     @property
     def holds_cache(self) -> bool:

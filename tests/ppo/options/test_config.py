@@ -35,8 +35,8 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
         ({"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]}, "clip_ratio has an eff"),
         ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty, sapo or"),
-        ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
-        ({"importance_mode": "token_mask", "importance_cap": None}, "effect only with an import"),
+        ({"importance": "mask", "importance_cap": 1.0}, "importance_cap must be > 1, got 1"),
+        ({"importance": "mask", "importance_cap": None}, "effect only with an importance_cap"),
         ({"objective": "ppo"}, "dppo_kl, file.py:function, package.module:function, got 'ppo'"),
         ({"objective": "a.py:f", "clip_ratio": 0.1}, "effect only with an objective with a clip"),
         (
