@@ -189,12 +189,6 @@ def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -
             1,
             "2 processes: the weights of quantization=nf4 cannot be sharded",
         ),
-        (
-            {"rollout": "vllm", "vllm_tensor_parallel_size": 2},
-            3,
-            4,
-            "must divide the number .*: got 2 and 3",
-        ),
     ],
 )
 def test_options_that_exclude_a_number_of_processes_are_rejected(

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -40,6 +40,8 @@ BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 """Flag values of a bool."""
 
 TRACKERS = ("wandb",)
+
+Mapped = TypeVar("Mapped", bound="Options")
 
 
 def option(
@@ -127,6 +129,22 @@ class Options:
         """Write every option, defaults included, as YAML."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         write_whole(path, text)
+
+
+def read_mapping(name: str, given: Mapping[str, Any] | None, options: type[Mapped]) -> Mapped:
+    """Return the options in the mapping that the option `name` holds.
+
+    Raises:
+        ValueError: a key is unknown, or a value is wrong.
+    """
+    known = [member.name for member in fields(options)]
+    for key in given or {}:
+        if key not in known:
+            raise ValueError(f"{name}: {options.unknown(key)}; it takes {', '.join(known)}")
+    try:
+        return options(**given or {})
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @functools.cache

@@ -47,7 +47,7 @@ BY_RATIO = "_by_ratio"
 
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
 
-FUNCTIONS = ("objective", "advantage", "optimizer")
+FUNCTIONS = ("rollout", "objective", "advantage", "optimizer")
 """Options that name a built-in or a user-defined function."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
@@ -92,7 +92,7 @@ class PPOConfig(
         check_rewards(self)
         check_objective(self)
         check_importance(self)
-        check_servers(self)
+        _ = self.engine_keywords  # raises for a wrong key or value
         check_async(self)
         check_kl(self)
         check_advantages(self)
@@ -323,23 +323,6 @@ def check_models(config: PPOConfig) -> None:
     )
     lora = config.lora_rank > 0
     config.have_effect_only("lora_alpha", "lora_target_modules", where=lora, needs="lora_rank > 0")
-    config.have_effect_only(
-        "vllm_tensor_parallel_size", where=config.rollout == "vllm", needs="rollout=vllm"
-    )
-
-
-def check_servers(config: PPOConfig) -> None:
-    """Raise ValueError for servers without `rollout=server`, or none with it."""
-    config.have_effect_only(
-        "rollout_urls", where=config.rollout == "server", needs="rollout=server"
-    )
-    if config.rollout != "server":
-        return
-    if not config.rollout_urls:
-        raise ValueError("rollout=server needs rollout_urls, such as http://localhost:8000")
-    for url in config.rollout_urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"rollout_urls: expected http://host:port, got {url}")
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -568,11 +551,6 @@ def check_schedules(config: PPOConfig) -> None:
 
 def check_processes(config: PPOConfig, count: int) -> None:
     """Raise ValueError for options without support for several processes."""
-    if count % config.vllm_tensor_parallel_size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size must divide the number of processes of torchrun: got "
-            f"{config.vllm_tensor_parallel_size} and {count}"
-        )
     if count == 1:
         return
     if config.async_steps:

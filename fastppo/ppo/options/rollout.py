@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from fastppo.run.options import Options, option
+from fastppo.ppo.options.engines import ENGINES
+from fastppo.run.options import Options, option, read_mapping
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
@@ -19,12 +20,18 @@ def check_stop_strings(strings: Sequence[str]) -> None:
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate", "vllm", "server"] = option(
+    rollout: str | Literal["decoder", "generate", "vllm", "server"] = option(
         "decoder",
-        "Sampler: FastPPO's decoder, Hugging Face generate, vLLM in this process, or vLLM servers "
-        "at rollout_urls",
+        "Engine that generates the responses: FastPPO's decoder, Hugging Face generate, vLLM in "
+        "this process, vLLM servers, or your class or function: file.py:Engine, "
+        "package.module:Engine",
     )
-    rollout_urls: Sequence[str] = option([], "Servers of rollout=server, such as http://host:8000")
+    engine_options: Mapping[str, Any] | None = option(
+        None,
+        "Keyword arguments of the engine, a YAML mapping such as '{batch_size: 32}', for vllm "
+        "'{gpu_memory_utilization: 0.4, tensor_parallel_size: 2}', for server "
+        "'{urls: [http://localhost:8000]}'",
+    )
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
         1, "Responses to each prompt; rollout_batch_size counts them all", minimum=1
@@ -34,9 +41,6 @@ class RolloutOptions(Options):
         "Rounds in which prompts whose samples all have the same reward are replaced; for rloo "
         "and group",
         minimum=0,
-    )
-    generate_batch_size: int | None = option(
-        None, "Sequences generated at once; default: the whole rollout batch", minimum=1
     )
     max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
     temperature: float = option(1.0, "Temperature of sampling and of the loss", above=0)
@@ -52,12 +56,6 @@ class RolloutOptions(Options):
     )
     stop_strings: Sequence[str] = option(
         [], "Texts that end a response, at the token that completes one"
-    )
-    vllm_gpu_memory_utilization: float = option(
-        0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
-    )
-    vllm_tensor_parallel_size: int = option(
-        1, "Neighboring processes that share one vLLM by tensor parallelism", minimum=1
     )
     async_steps: int = option(
         0,
@@ -87,6 +85,28 @@ class RolloutOptions(Options):
         if cap is None:
             return None
         return (1 / cap if self.importance.endswith("mask") else 0.0), cap
+
+    @property
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments of the engine, with the defaults of a built-in one.
+
+        Raises:
+            ValueError: a built-in engine does not take a key of `engine_options`, or its value.
+        """
+        given = dict(self.engine_options or {})
+        if self.rollout not in ENGINES:
+            return given
+        options = ENGINES[self.rollout]
+        passed_on = {}
+        if self.rollout == "vllm":  # the other keys are those of `vllm.LLM`
+            known = options.types()
+            passed_on = {key: given.pop(key) for key in [*given] if key not in known}
+        return passed_on | read_mapping("engine_options", given, options).to_dict()
+
+    @property
+    def generated_at_once(self) -> int:
+        """Most sequences that the engine generates at once, in all processes."""
+        return self.engine_keywords.get("batch_size") or self.rollout_batch_size
 
     @property
     def holds_cache(self) -> bool:

@@ -51,6 +51,7 @@ from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
 from fastppo.models.trunk import hidden_states, last_states, layers_of
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.engines import ENGINES
 from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
@@ -137,7 +138,7 @@ class Run:
     def generated_at_once(self) -> int:
         """Sequences generated at once."""
         rows = self.share(self.config.rollout_batch_size)
-        return min(self.config.generate_batch_size or rows, rows)
+        return min(self.config.generated_at_once, rows)
 
 
 def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
@@ -193,6 +194,8 @@ class Process:
                 "not counted: with async_steps, a copy of the policy and its KV cache during the "
                 "update"
             )
+        if run.config.rollout not in ENGINES:
+            self.notes.append(f"not counted: rollout={run.config.rollout}")
         if run.config.optimizer != "adamw":
             self.notes.append(f"optimizer={run.config.optimizer} is counted as AdamW")
         # Real tensors, since their lengths are read.
@@ -351,7 +354,8 @@ class Process:
         """Return vLLM's share of the device, in bytes, if it is in the process."""
         if self.config.rollout != "vllm":
             return {}
-        return {"vLLM": int(self.config.vllm_gpu_memory_utilization * (self.run.memory or 0))}
+        share = self.config.engine_keywords["gpu_memory_utilization"]
+        return {"vLLM": int(share * (self.run.memory or 0))}
 
     def lasting(self) -> dict[str, int]:
         """Return the parts that last for the whole run, in bytes."""

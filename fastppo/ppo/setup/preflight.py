@@ -34,6 +34,7 @@ from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_co
 from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
+from fastppo.ppo.setup.user_engine import check_user_engine
 from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import URL, make_terms, match_function
@@ -141,14 +142,18 @@ class RunInputs:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of tokenizer, data, rewards, environment and functions, by option."""
+        """Fingerprints of tokenizer, data, rewards, environment and functions, by option.
+
+        A run may resume with another engine, which samples from the same policy.
+        """
         fingerprints = {"tokenizer": fingerprint.of_tokenizer(self.tokenizer)}
         if self.prompts is not None:
             fingerprints["prompts"] = self.prompts.fingerprint()
         if self.pretraining is not None:
             blocks = self.pretraining.blocks
             fingerprints["ptx_data"] = fingerprint.of_weights([("blocks", blocks)])
-        fingerprints |= {name: term.fingerprint for name, term in self.functions.items()}
+        functions = {name: term for name, term in self.functions.items() if name != "rollout"}
+        fingerprints |= {name: term.fingerprint for name, term in functions.items()}
         return fingerprints | self.rewards.fingerprints
 
 
@@ -181,6 +186,8 @@ def preflight(
     policy_context, context = read_contexts(config, given)
     check_packages(config)
     functions = load_functions(config, given.own_functions, has_ref=given.reference is not None)
+    if "rollout" in functions and given.engine is None:
+        check_user_engine(config, functions["rollout"].function)
     own_optimizer = functions.get("optimizer")
     check_optimizer(config, None if own_optimizer is None else own_optimizer.function)
     tokenizer = given.tokenizer or load_tokenizer(config.model)

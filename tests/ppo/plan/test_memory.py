@@ -155,7 +155,7 @@ def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
 
 
 def test_with_servers_no_cache_is_planned(tmp_path: Path) -> None:
-    servers = {"rollout": "server", "rollout_urls": ["http://localhost:8000"]}
+    servers = {"rollout": "server", "engine_options": {"urls": ["http://localhost:8000"]}}
     plan = make_plan(options(tmp_path, **servers), PROMPT)
     assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
 

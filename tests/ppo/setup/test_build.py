@@ -83,12 +83,14 @@ def test_sampling_follows_the_options(tmp_path: Path) -> None:
 
 
 def test_the_engine_samples_from_the_policy_unless_another_is_given(tmp_path: Path) -> None:
-    components = _build(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
+    components = _build(tmp_path, engine_options={"batch_size": 3}, bootstrap_truncated=True)
     assert isinstance(components.engine, DecoderEngine)
     assert components.engine.policy is components.model
     assert (components.engine.batch_size, components.engine.final_values) == (3, True)
     assert components.notes == []
-    components = _build(tmp_path, generate_batch_size=3, precision="bf16", rollout="generate")
+    components = _build(
+        tmp_path, engine_options={"batch_size": 3}, precision="bf16", rollout="generate"
+    )
     assert isinstance(components.engine, GenerateEngine)
     assert components.engine.model is components.model.causal_lm
     assert (components.engine.batch_size, components.engine.compute_dtype) == (3, torch.bfloat16)
