@@ -64,7 +64,7 @@ def test_an_objective_may_name_the_scores(tmp_path: Path) -> None:
         seen.append(scores)
         return -(logprobs - old_logprobs).exp() * advantages
 
-    trainer = make_trainer(tmp_path, objective=objective, score_normalization="batch")
+    trainer = make_trainer(tmp_path, objective=objective, score_normalization="running")
     assert trainer.config.objective.endswith("<locals>.objective")
     prompts = first_prompts(trainer, 16)
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)

@@ -36,9 +36,8 @@ class RewardOptions(Options):
     truncated: Literal["learn", "mask"] = option(
         "learn", "mask: leave truncated responses out of the loss"
     )
-    score_normalization: Literal["none", "running", "batch"] = option(
-        "none",
-        "running: divide scores by their running standard deviation; batch: whiten each batch",
+    score_normalization: Literal["none", "running"] = option(
+        "none", "running: divide scores by their running standard deviation"
     )
     score_clip: float | None = option(
         None, "Clamp scores to ±this after normalization, in reward units", above=0
