@@ -95,15 +95,15 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: m\nprompts: p.jsonl\nrewards: [a.py:f, rm]\nreward_weights: [1, -0.5]\n"
-        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: none\nclip_ratio_high: 0.28\n"
+        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: false\nclip_ratio_high: 0.28\n"
     )
     from_file = parse("train", ["--config", str(file)])
     flags = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
-    flags += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip-ratio-high=0.28"
+    flags += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=false --clip-ratio-high=0.28"
     assert from_file == parse("train", flags.split())
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == (1.0, -0.5)
-    assert from_file.whiten_advantages == "none"
+    assert from_file.whiten_advantages is False
     assert parse("train", ["--config", str(file), "--kl_coef", "0.5"]).kl_coef == 0.5
     from_file.save(file)
     assert parse("train", ["--config", str(file)]) == from_file

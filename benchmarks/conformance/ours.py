@@ -171,7 +171,7 @@ def _group(inputs: Inputs, backend: str, kind: str, size: int) -> Mapping[str, A
     zeros = torch.zeros_like(scores)
     options: dict[str, Any] = {"advantage": "rloo" if kind == "rloo" else "group", "vf_coef": 0.0}
     config = PPOConfig(
-        **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": "none"}
+        **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": False}
     )
     made = make_advantages(
         Batch.of([[1]] * len(scores), [[1]] * len(scores), scores.device),

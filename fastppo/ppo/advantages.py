@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from fastppo_kernels.records import WHITEN_EPSILON
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device
@@ -162,7 +161,7 @@ def make_advantages(
     )
     masks = options.truncated == "mask"
     estimates = _estimates(
-        rewarded, replace(options, whiten_advantages="none") if masks else options, function
+        rewarded, replace(options, whiten_advantages=False) if masks else options, function
     )
     learned = estimates.advantages
     spread = estimates.spread
@@ -229,22 +228,17 @@ def _with_signal(
         totals: discounted scores of the responses, reward units; None if they are not the signal.
         score_scale: see `make_advantages`.
     """
-    if options.whiten_advantages == "full":
+    if options.whiten_advantages:
         size = spread
     else:
         size = advantages.square().mean().sqrt()
-    if options.whiten_advantages == "variance" and len(advantages) > 1:
-        variance = advantages.var()
-        scaled = advantages * (variance + WHITEN_EPSILON).rsqrt()
-        advantages = torch.where(variance <= ROUNDING**2, advantages, scaled)
     # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
     if totals is None:
         return advantages
     score_scale = score_scale or ScoreScale()
     floor = score_scale.floor
-    # `group` has divided by the standard deviation of the scores.
-    if options.whiten_advantages != "none" and options.advantage != "group" and floor > 0:
+    if options.whiten_advantages and floor > 0:
         advantages = advantages * (size / floor).clamp(max=1)
     deviation = totals.std(correction=0).item()
     if len(totals) > 1 and deviation <= max(floor, ROUNDING):
@@ -272,7 +266,7 @@ def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvan
         # λ = 1 − 1/(α·length) per response, Yue et al. 2025 (VAPO).
         lengths = rewarded.batch.written_lengths.to(rewarded.batch.device).float().clamp(min=1)
         lam = (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
-    result = _token_gae(rewarded, options, lam=lam, whiten=options.whiten_advantages == "full")
+    result = _token_gae(rewarded, options, lam=lam, whiten=bool(options.whiten_advantages))
     returns = result.returns
     if options.value_lam is not None:
         returns = _token_gae(rewarded, options, lam=options.value_lam, whiten=False).returns
@@ -457,6 +451,6 @@ def turn_gae(
 
 def _whitened(advantages: Tensor, options: PPOConfig) -> Tensor:
     """Whiten if the options say so, for kinds without a kernel that does."""
-    if options.whiten_advantages != "full":
+    if not options.whiten_advantages:
         return advantages
     return whiten(advantages, backend=options.backend)

@@ -84,8 +84,7 @@ class PPOConfig(
     def check(self) -> None:
         check_names(self)
         if self.whiten_advantages is None:
-            whitening = "none" if self.advantage == "group" else "full"
-            object.__setattr__(self, "whiten_advantages", whitening)
+            object.__setattr__(self, "whiten_advantages", self.advantage != "group")
         check_stop_strings(self.stop_strings)
         check_batches(self)
         check_models(self)
@@ -465,10 +464,10 @@ def check_advantages(config: PPOConfig) -> None:
             f"advantage={kind} compares responses to one prompt, so samples_per_prompt must be at "
             "least 2"
         )
-    if kind == "group" and config.whiten_advantages == "full":
+    if kind == "group" and config.whiten_advantages:
         raise ValueError(
             "advantage=group normalizes the samples of each prompt, so whiten_advantages must be "
-            "none or variance"
+            "false"
         )
     is_grouped = kind in ("rloo", "group") or "advantage" in config.own_functions
     config.have_effect_only(

@@ -168,10 +168,10 @@ class AdvantageOptions(Options):
     value_lam: float | None = option(
         None, "λ of the value function's returns; default: lam", minimum=0, maximum=1
     )
-    whiten_advantages: Literal["full", "variance", "none"] | None = option(
+    whiten_advantages: bool | None = option(
         None,
-        "full: mean 0 and variance 1; variance: scale only; none. advantage=group chooses none by "
-        "itself",
+        "Normalize the advantages of a batch to mean 0 and variance 1; default: true, and false "
+        "for advantage=group",
     )
     bootstrap_truncated: bool = option(
         False, "Bootstrap truncated responses from their last value instead of 0"
