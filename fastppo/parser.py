@@ -203,7 +203,7 @@ def _value_keywords(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Sequence:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}
     if hint is bool:  # a bare flag means true
-        return {"nargs": "?", "const": "true", "metavar": metavars[bool]}
+        return {"nargs": "?", "const": "true", "metavar": "|".join([metavars[bool], *words])}
     return {"metavar": "|".join([metavars[hint], *words])}
 
 

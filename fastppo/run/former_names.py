@@ -1,6 +1,7 @@
 """Options of earlier versions, and what replaces them."""
 
 FORMER_NAMES: dict[str, str] = {
+    "allow_config_change": "resume=force",
     "generate_batch_size": "engine_options={batch_size: 32}",
     "importance_floor": "importance",
     "importance_mode": "importance",

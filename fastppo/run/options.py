@@ -301,7 +301,9 @@ class WeightOptions(Options):
         "fp16, with a loss scale, is for GPUs without bf16 and for PPO only",
     )
     attn_implementation: str = option(
-        "auto", "auto (flash-attn if installed, else sdpa), sdpa, eager or flash_attention_2"
+        "auto",
+        "Attention of transformers, such as sdpa; auto: flash_attention_2 on a GPU if it is "
+        "installed and the weights are in bfloat16, else the model's default",
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in backward: less memory")
     lora_rank: int = option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft", minimum=0)

@@ -63,8 +63,11 @@ class StageOptions(Options):
     checkpoint_interval: int = option(
         500, "Optimizer steps between checkpoints; 0 writes none", minimum=0
     )
-    resume: bool = option(False, "Continue from the newest complete checkpoint of output_dir")
-    allow_config_change: bool = option(False, "Resume with changed options, model or data")
+    resume: bool | Literal["force"] = option(
+        False,
+        "Resume from the newest complete checkpoint of output_dir; force: although options, model or "
+        "data have changed",
+    )
 
 
 @dataclass(kw_only=True, frozen=True)

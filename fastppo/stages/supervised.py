@@ -272,7 +272,7 @@ class SupervisedTrainer(Trainer, ABC):
             self.config.output_dir,
             self.identity,
             essential=IDENTITY,
-            allowed=self.config.allow_config_change,
+            allowed=self.config.resume == "force",
             say=self.say,
         )
         if newest is None:

@@ -188,7 +188,7 @@ def test_the_example_steps_layers_by_muon_and_resumes(dtype: str, tmp_path: Path
 
 def test_another_optimizer_cannot_resume_a_checkpoint(tmp_path: Path) -> None:
     make_trainer(tmp_path, optimizer="torch.optim:SGD", iterations=1).train()
-    resumed = make_trainer(tmp_path, resume=True, allow_config_change=True)
+    resumed = make_trainer(tmp_path, resume="force")
     with pytest.raises(ValueError, match=r"optimizer was torch.optim:SGD, got adamw"):
         resumed.train()
 

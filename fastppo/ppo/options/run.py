@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fastppo.run.options import Options, option
 
@@ -50,7 +51,8 @@ class RunOptions(Options):
         "Also keep the checkpoint with the best mean of this metric since the previous one: "
         "`reward` for the highest, `min:kl` for the lowest",
     )
-    resume: bool = option(False, "Resume from the newest complete checkpoint of output_dir")
-    allow_config_change: bool = option(
-        False, "Resume although options, model, data or rewards have changed"
+    resume: bool | Literal["force"] = option(
+        False,
+        "Resume from the newest complete checkpoint of output_dir; force: although options, model, "
+        "data or rewards have changed",
     )
