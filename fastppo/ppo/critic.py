@@ -1,4 +1,4 @@
-"""Extra passes that train only a separate critic (`value_epochs`), before the policy's update."""
+"""Passes that train only a separate critic, before the policy's update (`critic_options`)."""
 
 from __future__ import annotations
 

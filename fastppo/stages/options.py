@@ -65,8 +65,8 @@ class StageOptions(Options):
     )
     resume: bool | Literal["force"] = option(
         False,
-        "Resume from the newest complete checkpoint of output_dir; force: although options, model or "
-        "data have changed",
+        "Resume from the newest complete checkpoint of output_dir; force: although options, model "
+        "or data have changed",
     )
 
 

@@ -227,7 +227,8 @@ class PPOConfig(
     @property
     def critic_only_epochs(self) -> int:
         """Epochs over each batch that train only the critic."""
-        return 0 if self.value_epochs is None else self.value_epochs - self.ppo_epochs
+        epochs = self.critic.epochs
+        return 0 if epochs is None else epochs - self.ppo_epochs
 
     def stops_at(self, policy_kl: float) -> bool:
         """Return whether the KL to the rollout policy, nats per token, ends the update."""
@@ -296,15 +297,14 @@ def check_models(config: PPOConfig) -> None:
             )
     config.have_effect_only(
         "critic_model",
-        "critic_frozen",
-        "value_epochs",
+        "critic_options",
         where=config.value_model == "critic",
         needs="value_model=critic",
     )
-    if config.value_epochs is not None and config.value_epochs < config.ppo_epochs:
+    if config.critic_only_epochs < 0:
         raise ValueError(
-            f"value_epochs includes the epochs of the policy: expected at least ppo_epochs, "
-            f"{config.ppo_epochs}, got {config.value_epochs}"
+            f"critic_options: epochs includes the epochs of the policy: expected at least "
+            f"ppo_epochs, {config.ppo_epochs}, got {config.critic.epochs}"
         )
     if config.value_warmup_iterations > 0 and not config.is_used("vf_coef"):
         raise ValueError(
@@ -577,9 +577,8 @@ IDENTITY = (
     "reference_refresh",
     "value_model",
     "critic_model",
-    "critic_frozen",
+    "critic_options",
     "value_head",
-    "value_epochs",
     "prompt_column",
     "split",
     "seed",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from fastppo.run.options import Options, option
+from fastppo.run.options import Options, option, read_mapping
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -35,6 +36,16 @@ class ReferenceOptions(Options):
 
 
 @dataclass(kw_only=True, frozen=True)
+class CriticOptions(Options):
+    """The keys of `critic_options`."""
+
+    epochs: int | None = option(
+        None, "Passes over each batch, ppo_epochs of them with the policy", minimum=1
+    )
+    frozen: Literal["none", "attention"] = option("none", "Part that is not trained")
+
+
+@dataclass(kw_only=True, frozen=True)
 class ValueOptions(Options):
     """Value function."""
 
@@ -48,14 +59,11 @@ class ValueOptions(Options):
         "Initial model of value_model=critic: a reward model, a causal LM, or the "
         "value_function.safetensors of an earlier critic; default: the policy",
     )
-    critic_frozen: Literal["none", "attention"] = option(
-        "none", "Frozen part of value_model=critic: nothing, or its attention (SAO)"
-    )
-    value_epochs: int | None = option(
+    critic_options: Mapping[str, Any] | None = option(
         None,
-        "Passes of value_model=critic over each batch, ppo_epochs of them with the policy; "
-        "default: ppo_epochs",
-        minimum=1,
+        "How value_model=critic trains, a YAML mapping such as '{epochs: 2, frozen: attention}'. "
+        "epochs: passes over each batch, ppo_epochs of them with the policy; frozen: none, or "
+        "attention (SAO)",
     )
     value_head: Literal["auto", "closed_form", "gradient"] = option(
         "auto",
@@ -69,3 +77,8 @@ class ValueOptions(Options):
     value_clip: float | None = option(
         None, "Largest change of a value per iteration, in reward units", above=0
     )
+
+    @property
+    def critic(self) -> CriticOptions:
+        """The keys of `critic_options`."""
+        return read_mapping("critic_options", self.critic_options, CriticOptions)
