@@ -3,6 +3,7 @@
 FORMER_NAMES: dict[str, str] = {
     "allow_config_change": "resume=force",
     "critic_frozen": "critic_options={frozen: attention}",
+    "eval_sampling": "eval_prompts",
     "generate_batch_size": "engine_options={batch_size: 32}",
     "importance_floor": "importance",
     "importance_mode": "importance",

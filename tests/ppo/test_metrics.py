@@ -253,7 +253,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "kl": {"kl_loss_coef": 0.1, "kl_controller": "adaptive", "kl_target": 6.0, "solved_reward": 9},
     "group": {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2, "top_k": 5},
     "penalty": {"objective": "penalty", "monitor_rewards": "w7"},
-    "held-out": {"eval_interval": 1, "eval_sampling": "both", "importance_cap": 2.0},
+    "held-out": {"eval_interval": 1, "importance_cap": 2.0},
 }
 
 

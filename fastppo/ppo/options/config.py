@@ -518,9 +518,7 @@ def check_learning_rate(config: PPOConfig) -> None:
 
 def check_watching(config: PPOConfig) -> None:
     """Raise ValueError for evaluations without prompts, and for unknown thresholds and trackers."""
-    config.have_effect_only(
-        "eval_interval", "eval_sampling", where=config.eval_prompts, needs="eval_prompts"
-    )
+    config.have_effect_only("eval_interval", where=config.eval_prompts, needs="eval_prompts")
     if config.checkpoint_best is not None and not config.checkpoint_best.removeprefix("min:"):
         raise ValueError(
             f"checkpoint_best must name a metric, such as `reward` or `min:kl`, got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastppo.run.options import Options, option
 
@@ -51,7 +51,3 @@ class EvaluationOptions(Options):
 
     eval_prompts: str = option("", "Held-out prompts, with the same columns as prompts")
     eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
-    eval_sampling: Literal["sampled", "greedy", "both"] = option(
-        "sampled",
-        "sampled: sample as in training; greedy: take the most likely tokens (eval/greedy/); both",
-    )

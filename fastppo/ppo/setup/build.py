@@ -156,7 +156,7 @@ def build(
             inputs.held_out,
             scorer,
             interval=config.eval_interval,
-            modes=config.eval_sampling,
+            modes="sampled",
             batch_size=config.rollout_batch_size,
         ),
         episode_runner=make_episode_runner(config, inputs, calls=calls, world=world),

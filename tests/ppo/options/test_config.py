@@ -95,7 +95,7 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
         ({"reward_ensemble": ["rm"]}, "at least two"),
         ({"advantage": "turn_gae", "lam_alpha": 0.1}, "lam_alpha has an effect only with adv"),
         ({"eval_interval": 3}, "effect only with eval_prompts"),
-        ({"eval_sampling": "both"}, "effect only with eval_prompts"),
+        ({"eval_interval": 5}, "effect only with eval_prompts"),
         ({"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"}, "expected one of"),
         ({"schedules": ["kl_coef=linear:0", "kl_coef=linear:1"]}, "one name twice"),
         ({"schedules": ["kl_coef=quadratic:0"]}, "must be one of constant, linear, cosine"),
