@@ -49,5 +49,3 @@ class GenerateConfig(TurnOptions):
         check_stop_strings(self.stop_strings)
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
-        if self.max_turns != TurnOptions.max_turns and not self.environment:
-            raise ValueError("max_turns has an effect only with environment")

@@ -118,8 +118,6 @@ def test_control_characters_are_escaped(tmp_path) -> None:
 def test_wrong_input_raises(two, reward, tmp_path) -> None:
     with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
         _config(tmp_path, models=two, prompts="p.jsonl")
-    with pytest.raises(ValueError, match="max_turns has an effect only with environment"):
-        _config(tmp_path, models=two, max_turns=2)
     with pytest.raises(ValueError, match="expected a prompt or a file of prompts"):
         generate(_config(tmp_path, models=two, prompt=None))
     with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):

@@ -22,7 +22,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -51,12 +51,18 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    needs: str = "",
 ) -> Any:
     """Define a field with help and bounds.
 
     `minimum` and `maximum` are allowed values, `above` is not. `maximum` needs one of the others.
+
+    Args:
+        needs: condition without which the option has no effect, such as `lora_rank`, which must be
+            on, `kl_controller=adaptive/penalty`, `learning_rate!=auto`, or several with `and`, and
+            then `or`. `file.py:name` stands for any function of the user.
     """
-    metadata = {"help": help, "bounds": (minimum, above, maximum)}
+    metadata = {"help": help, "bounds": (minimum, above, maximum), "needs": needs}
     default = tuple(default) if isinstance(default, list) else default
     return field(default=default, metadata=metadata)
 
@@ -108,6 +114,14 @@ class Options:
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
 
+    def is_set(self, name: str) -> bool:
+        """Return whether an option differs from its default."""
+        return getattr(self, name) != self.__dataclass_fields__[name].default
+
+    def is_on(self, name: str) -> bool:
+        """Return whether an option is not empty, 0, false or none."""
+        return bool(getattr(self, name))
+
     @classmethod
     def sections(cls) -> dict[str, list[Field]]:
         """Return the fields by heading, in the order of the base classes."""
@@ -129,6 +143,33 @@ class Options:
         """Write every option, defaults included, as YAML."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         write_whole(path, text)
+
+
+def unused(config: Options, passed: Container[str] = ()) -> list[str]:
+    """Return a sentence for each option that is set and has no effect.
+
+    Args:
+        passed: options whose part is given in Python, and counts as on.
+    """
+
+    def holds(condition: str) -> bool:
+        name, equals, values = condition.partition("=")
+        if not equals:
+            return name in passed or config.is_on(name)
+        value = getattr(config, name.removesuffix("!"))
+        shown = "none" if value is None else str(value).lower()
+        if ":" in shown:
+            shown = "file.py:name"
+        return (shown in values.split("/")) != name.endswith("!")
+
+    sentences = []
+    for member in fields(config):
+        needs = member.metadata["needs"]
+        if not needs or not config.is_set(member.name):
+            continue
+        if not any(all(map(holds, each.split(" and "))) for each in needs.split(" or ")):
+            sentences.append(f"set, but not used: {member.name}, which needs {needs}")
+    return sentences
 
 
 def read_mapping(name: str, given: Mapping[str, Any] | None, options: type[Mapped]) -> Mapped:
@@ -307,9 +348,11 @@ class WeightOptions(Options):
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in backward: less memory")
     lora_rank: int = option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft", minimum=0)
-    lora_alpha: float = option(32.0, "LoRA scale: the update is alpha/rank · BA", above=0)
+    lora_alpha: float = option(
+        32.0, "LoRA scale: the update is alpha/rank · BA", above=0, needs="lora_rank"
+    )
     lora_target_modules: Sequence[str] | None = option(
-        None, "Modules with adapters; default all linear layers"
+        None, "Modules with adapters; default: all linear layers", needs="lora_rank"
     )
 
 

@@ -41,8 +41,12 @@ class PretrainingOptions(Options):
     ptx_coef: float = option(
         0.0, "γ: weight of the language-model loss on pretraining text", minimum=0
     )
-    ptx_data: str = option("", "Pretraining text: rows with a `text` column, given like prompts")
-    ptx_batch_size: int = option(8, "Blocks of text per optimizer step, sequences", minimum=1)
+    ptx_data: str = option(
+        "", "Pretraining text: rows with a `text` column, given like prompts", needs="ptx_coef"
+    )
+    ptx_batch_size: int = option(
+        8, "Blocks of text per optimizer step, sequences", minimum=1, needs="ptx_data"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -50,4 +54,6 @@ class EvaluationOptions(Options):
     """Evaluation."""
 
     eval_prompts: str = option("", "Held-out prompts, with the same columns as prompts")
-    eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
+    eval_interval: int = option(
+        10, "Iterations between evaluations", minimum=1, needs="eval_prompts"
+    )

@@ -31,7 +31,10 @@ class ReferenceOptions(Options):
         None, "Model of the KL penalty, a directory or hub name; default: `model`"
     )
     reference_refresh: int = option(
-        0, "Replace the reference by the policy every so many iterations; 0: never", minimum=0
+        0,
+        "Replace the reference by the policy every so many iterations; 0: never",
+        minimum=0,
+        needs="kl_coef or kl_loss_coef",
     )
 
 
@@ -58,17 +61,20 @@ class ValueOptions(Options):
         None,
         "Initial model of value_model=critic: a reward model, a causal LM, or the "
         "value_function.safetensors of an earlier critic; default: the policy",
+        needs="value_model=critic",
     )
     critic_options: Mapping[str, Any] | None = option(
         None,
         "How value_model=critic trains, a YAML mapping such as '{epochs: 2, frozen: attention}'. "
         "epochs: passes over each batch, ppo_epochs of them with the policy; frozen: none, or "
         "attention (SAO)",
+        needs="value_model=critic",
     )
     value_head: Literal["auto", "closed_form", "gradient"] = option(
         "auto",
         "closed_form: ridge regression of the returns after each update; gradient: the optimizer; "
         "auto: gradient for value_model=critic, else closed_form",
+        needs="advantage=gae/turn_gae/sequence/file.py:name",
     )
     value_warmup_iterations: int = option(
         0, "First iterations that train the value function only", minimum=0

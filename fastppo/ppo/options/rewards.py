@@ -46,7 +46,7 @@ class RewardOptions(Options):
         [], "Reward models to combine into one reward, named `ensemble`"
     )
     reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
-        "mean", "mean, minimum, or lcb: mean − standard deviation"
+        "mean", "mean, minimum, or lcb: mean − standard deviation", needs="reward_ensemble"
     )
 
 
@@ -60,4 +60,6 @@ class TurnOptions(Options):
         "with tools), an agent chat:file.py:name, or an address such as "
         "openenv:http://localhost:8000",
     )
-    max_turns: int = option(8, "Most turns of a response, of max_new_tokens each", minimum=1)
+    max_turns: int = option(
+        8, "Most turns of a response, of max_new_tokens each", minimum=1, needs="environment"
+    )

@@ -73,6 +73,7 @@ class RolloutOptions(Options):
         "Importance weight against the sampler's distribution, per token or per response "
         "(sequence-…). truncate: clamp it to importance_cap; mask: set it to 0 outside "
         "[1/importance_cap, importance_cap]",
+        needs="importance_cap",
     )
     importance_cap: float | None = option(
         2.0, "Upper bound of the importance weight; none disables the correction", above=0

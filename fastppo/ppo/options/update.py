@@ -99,10 +99,17 @@ class UpdateOptions(Options):
         "a divergence, not the ratio; or your function: file.py:function, package.module:function",
     )
     clip_ratio: float = option(
-        0.2, "ε: the ratio is clipped to [1 − ε, 1 + ε]", minimum=0, maximum=1
+        0.2,
+        "ε: the ratio is clipped to [1 − ε, 1 + ε]",
+        minimum=0,
+        maximum=1,
+        needs="objective=clip/cispo/gspo/dis/dppo_tv/dppo_kl",
     )
     clip_ratio_high: float | None = option(
-        None, "ε of the upper bound; default: clip_ratio", minimum=0
+        None,
+        "ε of the upper bound; default: clip_ratio",
+        minimum=0,
+        needs="objective=clip/cispo/gspo/dis/dppo_tv/dppo_kl",
     )
     dual_clip: float | None = option(None, "c > 1: the loss is at most c·|A| where A < 0")
     early_stop_kl: float | None = option(
@@ -129,14 +136,20 @@ class KLOptions(Options):
 
     kl_coef: float = option(0.05, "β: weight of the KL penalty in the reward, per nat", minimum=0)
     kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
-        "k1", "Estimator of the KL in the reward; full: exact"
+        "k1", "Estimator of the KL in the reward; full: exact", needs="kl_coef"
     )
     kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
         "fixed",
         "Controller of β: fixed, adaptive (Ziegler et al. 2019), or penalty (doubling and halving, "
         "Schulman et al. 2017); β is constant during value_warmup_iterations",
+        needs="kl_coef",
     )
-    kl_target: float = option(6.0, "Target KL of the controller, nats per sequence", above=0)
+    kl_target: float = option(
+        6.0,
+        "Target KL of the controller, nats per sequence",
+        above=0,
+        needs="kl_controller=adaptive/penalty",
+    )
     kl_loss_coef: float = option(
         0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
     )
@@ -144,6 +157,7 @@ class KLOptions(Options):
         "k3",
         "Estimator of the KL in the loss; by_ratio: weighted by the ratio, unbiased after several "
         "steps; full: exact, with the reference in the update",
+        needs="kl_loss_coef",
     )
 
 
@@ -152,7 +166,13 @@ class AdvantageOptions(Options):
     """Advantages."""
 
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
-    lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
+    lam: float = option(
+        0.95,
+        "λ of GAE, per token",
+        minimum=0,
+        maximum=1,
+        needs="advantage=turn_gae or advantage=gae and lam_alpha=none",
+    )
     advantage: str | Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
         "gae; turn_gae: GAE over turns; sequence: R − V(prompt) for every token; without a value "
@@ -164,9 +184,14 @@ class AdvantageOptions(Options):
         None,
         "α: λ = max(0, 1 − 1/(α·length)) for each response, instead of lam; 0 for up to 1/α tokens",
         above=0,
+        needs="advantage=gae",
     )
     value_lam: float | None = option(
-        None, "λ of the value function's returns; default: lam", minimum=0, maximum=1
+        None,
+        "λ of the value function's returns; default: lam",
+        minimum=0,
+        maximum=1,
+        needs="advantage=gae/turn_gae",
     )
     whiten_advantages: bool | None = option(
         None,
@@ -191,17 +216,26 @@ class OptimizerOptions(Options):
         "default: 0.025 for a rollout_batch_size of 64, growing with its square root up to 0.05; "
         "the target falls with the policy's entropy",
         above=0,
+        needs="learning_rate=auto",
     )
     value_learning_rate: float | None = option(
         None,
         "Peak learning rate of the value head, or of all of value_model=critic; default: "
         "learning_rate, ten times that for a critic; also with auto",
         minimum=0,
+        needs="value_model=critic or value_head=gradient",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", "Learning rate after warmup: constant, or decay to 0 over the run"
+        "constant",
+        "Learning rate after warmup: constant, or decay to 0 over the run",
+        needs="learning_rate!=auto or value_learning_rate",
     )
-    warmup_steps: int = option(0, "Linear warmup, optimizer steps", minimum=0)
+    warmup_steps: int = option(
+        0,
+        "Linear warmup, optimizer steps",
+        minimum=0,
+        needs="learning_rate!=auto or value_learning_rate",
+    )
     optimizer: str | Literal["adamw"] = option(
         "adamw",
         "adamw, or a class or function over parameter groups: package.module:Name or "

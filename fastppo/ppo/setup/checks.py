@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
+from fastppo.environments.turns import OneTurn
 from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
@@ -16,6 +17,7 @@ from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
@@ -65,7 +67,9 @@ def self_check(trainer: Any) -> None:
             sampling=trainer.sampling,
             fresh_reference=fresh_reference,
         )
-    for sentence in [*odd_options(trainer.config), *busy_cpu(trainer.device)]:
+    passed = [] if isinstance(trainer.episode_runner, OneTurn) else ["environment"]
+    warnings = [*unused(trainer.config, passed), *odd_options(trainer.config)]
+    for sentence in [*warnings, *busy_cpu(trainer.device)]:
         trainer.say(sentence, "yellow")
 
 

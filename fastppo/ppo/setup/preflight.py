@@ -266,8 +266,9 @@ def read_contexts(config: PPOConfig, given: Given) -> tuple[int | None, int | No
         configs.append(given.reference.config)
     elif config.reference_model:
         configs.append(causal_lm_config(config.reference_model, "reference_model"))
-    if config.critic_model and not config.critic_model.endswith(".safetensors"):
-        configs.append(model_config(config.critic_model, "critic_model"))
+    critic = config.initial_critic
+    if critic and not critic.endswith(".safetensors"):
+        configs.append(model_config(critic, "critic_model"))
     contexts = [context_of(each) for each in configs]
     return contexts[0], min((known for known in contexts if known is not None), default=None)
 
@@ -294,8 +295,8 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
 def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:
     """Raise ValueError if reference or critic have another vocabulary than the policy."""
     policy_tokens = tokenizer.get_vocab()
-    for option in ("reference_model", "critic_model"):
-        name = getattr(config, option)
+    names = {"reference_model": config.reference_model, "critic_model": config.initial_critic}
+    for option, name in names.items():
         if not name or name.endswith(".safetensors"):
             continue
         tokens = load_tokenizer(name, option).get_vocab()
@@ -317,7 +318,7 @@ def load_pretraining(
     Raises:
         DataError: the rows cannot be used.
     """
-    if not config.ptx_data:
+    if not config.is_used("ptx_coef"):
         return None
     rows = load_rows(config.ptx_data, config.split)
     return PretrainingText(rows, tokenizer, block_tokens(context), source=config.ptx_data)
@@ -362,7 +363,7 @@ def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -
         device: device of the reward models; None leaves them out.
 
     Raises:
-        ValueError: one does not exist; `max_turns` is set without an environment.
+        ValueError: one does not exist.
     """
 
     def load(rewards: Iterable[str | Reward], weights: Any = None) -> list[RewardTerm]:
@@ -385,7 +386,6 @@ def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -
             "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
         )
     environment = load_environment(given.environment or config.environment)
-    config.have_effect_only("max_turns", where=environment, needs="environment")
     if environment is not None and config.async_steps:
         raise ValueError(ASYNC_NEEDS_ONE_TURN)
     return RewardTerms(

@@ -227,7 +227,7 @@ def test_shards_divide_the_optimizer_states(tmp_path: Path, capsys) -> None:
         ({}, {"memory": 0}, "memory must be > 0, got 0"),
         ({"shard_size": 8}, {}, "shard_size=8 shards the weights over several processes"),
         ({"shard_size": 4}, {"processes": 6}, "shard_size must divide the 6 processes"),
-        ({"async_steps": 1}, {"processes": 2}, "2 processes: async_steps=1 is for one process"),
+        ({"async_steps": 1}, {"processes": 2}, "async_steps=1"),
         ({}, {"prompt_tokens": 2045}, "prompts of 2045 tokens and responses of 4 are longer than"),
     ],
 )
