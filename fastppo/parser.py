@@ -175,6 +175,8 @@ def add_options(parser: Parser, options: type[Options]) -> None:
         flags = []
         for member in members:
             help = member.metadata["help"] + _default_text(defaults[member.name])
+            if member.metadata["needs"]:
+                help += f" [needs {member.metadata['needs']}]"
             keywords = _value_keywords(types[member.name])
             flag = group.add_argument(f"--{member.name}", help=help.replace("%", "%%"), **keywords)
             flags.append(flag)

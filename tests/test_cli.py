@@ -293,6 +293,13 @@ def test_check_shows_the_run_without_loading_the_model(inputs, capsys) -> None:
     assert not Path("runs").exists()
 
 
+def test_check_mentions_options_without_an_effect(inputs, capsys) -> None:
+    assert cli.main(["check", *_flags(inputs | {"lora_alpha": "8", "eval_interval": "3"})]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, needs in (("lora_alpha", "lora_rank"), ("eval_interval", "eval_prompts")):
+        assert f"set, but not used: {name}, which needs {needs}" in shown
+
+
 def test_check_mentions_an_existing_run_and_writes_nothing(inputs, capsys) -> None:
     run = Path("begun")
     (run / "checkpoint-000002").mkdir(parents=True)

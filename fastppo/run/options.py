@@ -333,26 +333,33 @@ class WeightOptions(Options):
 
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Dtype of the model's weights; with bfloat16 the optimizer of PPO keeps float32 master "
-        "weights, those of SFT and the reward model do not and small updates are rounded away",
+        "Dtype of the weights. With bfloat16 the optimizer of PPO keeps float32 master weights; "
+        "those of SFT and the reward model do not, and small updates are rounded away",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",
-        "Compute dtype: bf16 or fp16 (autocast), or fp32; auto is bf16 on a GPU, fp32 on a CPU; "
-        "fp16, with a loss scale, is for GPUs without bf16 and for PPO only",
+        "Compute dtype: fp32, or autocast to bf16 or fp16. auto is bf16 on a GPU and fp32 on a "
+        "CPU. fp16 uses a loss scale and is for PPO only, on GPUs without bf16",
     )
     attn_implementation: str = option(
         "auto",
         "Attention of transformers, such as sdpa; auto: flash_attention_2 on a GPU if it is "
         "installed and the weights are in bfloat16, else the model's default",
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations in backward: less memory")
-    lora_rank: int = option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft", minimum=0)
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass to save memory"
+    )
+    lora_rank: int = option(
+        0, "Rank of the LoRA adapters, which need peft; 0 trains all weights", minimum=0
+    )
     lora_alpha: float = option(
-        32.0, "LoRA scale: the update is alpha/rank · BA", above=0, needs="lora_rank"
+        32.0,
+        "Scale of the LoRA adapters: the update is alpha/rank · BA",
+        above=0,
+        needs="lora_rank",
     )
     lora_target_modules: Sequence[str] | None = option(
-        None, "Modules with adapters; default: all linear layers", needs="lora_rank"
+        None, "Modules that get adapters; default: all linear layers", needs="lora_rank"
     )
 
 
@@ -362,7 +369,7 @@ class RanksOptions(Options):
 
     shard_size: int | None = option(
         None,
-        "Processes that share one copy of the weights; default all of them",
+        "Number of processes that share one copy of the weights; default: all of them",
         minimum=1,
     )
 
@@ -371,7 +378,7 @@ class RanksOptions(Options):
 class SharingOptions(Options):
     """Trackers."""
 
-    report_to: Sequence[str] = option([], "Tracker in addition to TensorBoard: wandb")
+    report_to: Sequence[str] = option([], "Trackers to use in addition to TensorBoard: wandb")
 
     def check_sharing(self) -> None:
         """Raise ValueError for an unknown tracker."""

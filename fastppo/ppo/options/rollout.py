@@ -28,50 +28,50 @@ class RolloutOptions(Options):
     )
     engine_options: Mapping[str, Any] | None = option(
         None,
-        "Keyword arguments of the engine, a YAML mapping such as '{batch_size: 32}', for vllm "
+        "Keyword arguments of the engine, as a YAML mapping such as '{batch_size: 32}', for vllm "
         "'{gpu_memory_utilization: 0.4, tensor_parallel_size: 2}', for server "
         "'{urls: [http://localhost:8000]}'",
     )
-    rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
+    rollout_batch_size: int = option(64, "Number of responses per iteration", minimum=1)
     samples_per_prompt: int = option(
-        1, "Responses to each prompt; rollout_batch_size counts them all", minimum=1
+        1, "Number of responses to each prompt; rollout_batch_size counts them all", minimum=1
     )
     dynamic_sampling: int = option(
         0,
-        "Rounds in which prompts whose samples all have the same reward are replaced; for rloo "
-        "and group",
+        "Maximum number of rounds that replace prompts whose samples all have the same reward, for "
+        "advantage=rloo and group; 0 disables it",
         minimum=0,
     )
-    max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
-    temperature: float = option(1.0, "Temperature of sampling and of the loss", above=0)
-    top_k: int = option(0, "Sample from the k most likely tokens, tokens; 0: all", minimum=0)
+    max_new_tokens: int = option(128, "Maximum length of a response in tokens", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature, which the loss uses too", above=0)
+    top_k: int = option(0, "Top-k sampling; 0 disables it", minimum=0)
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this probability; 1: all",
+        "Top-p (nucleus) sampling; 1 disables it",
         above=0,
         maximum=1,
     )
     stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a response; default: the model's EOS tokens", minimum=0
+        None, "Token ids that end a response; default: the EOS tokens of the model", minimum=0
     )
     stop_strings: Sequence[str] = option(
-        [], "Texts that end a response, at the token that completes one"
+        [], "Strings that end a response, at the token that completes one"
     )
     async_steps: int = option(
         0,
-        "1: generate the next batch during the update, with the weights before it",
+        "1 generates the next batch during the update, with the weights before the update",
         minimum=0,
         maximum=1,
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
-        "Source of old logprobs and values: the sampler, or a forward pass; auto: the sampler "
-        "where both compute with the same weights in fp32",
+        "Take old logprobs and values from the sampler, or recompute them in a forward pass. auto "
+        "takes the sampler's if it computes with the policy's weights in fp32",
     )
     importance: Literal["truncate", "mask", "sequence-truncate", "sequence-mask"] = option(
         "truncate",
-        "Importance weight against the sampler's distribution, per token or per response "
-        "(sequence-…). truncate: clamp it to importance_cap; mask: set it to 0 outside "
+        "Importance weight that corrects for a sampler that differs from the policy, per token or "
+        "per response (sequence-…). truncate clips it to importance_cap; mask sets it to 0 outside "
         "[1/importance_cap, importance_cap]",
         needs="importance_cap",
     )
