@@ -98,10 +98,9 @@ def main() -> None:
         advantage="turn_gae",
         # Prompts with eight correct answers in a row are dropped.
         solved_reward=1.0,
-        # Held-out sums, sampled and greedy.
+        # Held-out sums.
         eval_prompts=str(folder / "held-out.jsonl"),
         eval_interval=10,
-        eval_sampling="both",
         # Random weights are no useful reference and need exploration: a policy that is certain of
         # its call too early never tries a number.
         kl_coef=0.0,
@@ -120,8 +119,7 @@ def main() -> None:
         if "eval/reward" in metrics:
             print(
                 f"iteration {metrics['iteration']:3d}  reward {metrics['reward']:.3f}  "
-                f"left out {metrics['left_out']:.2f}  held-out {metrics['eval/reward']:.3f}  "
-                f"greedy {metrics['eval/greedy/reward']:.3f}"
+                f"left out {metrics['left_out']:.2f}  held-out {metrics['eval/reward']:.3f}"
             )
     print(f"{folder / 'report.html'} has the held-out answers")
 

@@ -276,8 +276,12 @@ def generate(config: Any) -> None:
     from rich.console import Console
 
     from fastppo import generate
+    from fastppo.run.options import unused
+    from fastppo.run.progress import say
 
     _quiet_libraries()
+    for sentence in unused(config):
+        say(Console(stderr=True), sentence, "yellow")
     rows, policies = generate.generate(config)
     generate.show(rows, policies, config, Console())
 

@@ -26,15 +26,13 @@ class GenerateConfig(TurnOptions):
     split: str = option("train", "Split of a datasets directory or hub dataset")
     num_prompts: int = option(8, "Number of prompts, from the top of the file", minimum=1)
     rewards: Sequence[str] = option([], "file.py:function, module:function, or a reward model")
-    num_samples: int = option(1, "Completions per prompt and policy, sequences", minimum=1)
-    max_new_tokens: int = option(128, "Longest completion, tokens", minimum=1)
+    num_samples: int = option(1, "Number of completions per prompt and policy", minimum=1)
+    max_new_tokens: int = option(128, "Maximum length of a completion in tokens", minimum=1)
     temperature: float = option(1.0, "Sampling temperature; 0 is greedy", minimum=0)
-    top_k: int = option(0, "Sample from the k most likely tokens; 0 is all tokens", minimum=0)
-    top_p: float = option(
-        1.0, "Sample from the smallest set of tokens with this probability", above=0, maximum=1
-    )
+    top_k: int = option(0, "Top-k sampling; 0 disables it", minimum=0)
+    top_p: float = option(1.0, "Top-p (nucleus) sampling; 1 disables it", above=0, maximum=1)
     stop_token_ids: Sequence[int] | None = option(
-        None, "Token ids that end a completion; default the model's EOS", minimum=0
+        None, "Token ids that end a completion; default: the EOS tokens of the model", minimum=0
     )
     stop_strings: Sequence[str] = option([], "Strings that end a completion")
     seed: int = option(
@@ -49,5 +47,3 @@ class GenerateConfig(TurnOptions):
         check_stop_strings(self.stop_strings)
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
-        if self.max_turns != TurnOptions.max_turns and not self.environment:
-            raise ValueError("max_turns has an effect only with environment")

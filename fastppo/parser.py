@@ -175,6 +175,8 @@ def add_options(parser: Parser, options: type[Options]) -> None:
         flags = []
         for member in members:
             help = member.metadata["help"] + _default_text(defaults[member.name])
+            if member.metadata["needs"]:
+                help += f" [needs {member.metadata['needs']}]"
             keywords = _value_keywords(types[member.name])
             flag = group.add_argument(f"--{member.name}", help=help.replace("%", "%%"), **keywords)
             flags.append(flag)
@@ -203,7 +205,7 @@ def _value_keywords(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Sequence:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}
     if hint is bool:  # a bare flag means true
-        return {"nargs": "?", "const": "true", "metavar": metavars[bool]}
+        return {"nargs": "?", "const": "true", "metavar": "|".join([metavars[bool], *words])}
     return {"metavar": "|".join([metavars[hint], *words])}
 
 

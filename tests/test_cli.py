@@ -95,15 +95,15 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: m\nprompts: p.jsonl\nrewards: [a.py:f, rm]\nreward_weights: [1, -0.5]\n"
-        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: none\nclip_ratio_high: 0.28\n"
+        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: false\nclip_ratio_high: 0.28\n"
     )
     from_file = parse("train", ["--config", str(file)])
     flags = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
-    flags += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip-ratio-high=0.28"
+    flags += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=false --clip-ratio-high=0.28"
     assert from_file == parse("train", flags.split())
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == (1.0, -0.5)
-    assert from_file.whiten_advantages == "none"
+    assert from_file.whiten_advantages is False
     assert parse("train", ["--config", str(file), "--kl_coef", "0.5"]).kl_coef == 0.5
     from_file.save(file)
     assert parse("train", ["--config", str(file)]) == from_file
@@ -293,6 +293,13 @@ def test_check_shows_the_run_without_loading_the_model(inputs, capsys) -> None:
     assert not Path("runs").exists()
 
 
+def test_check_mentions_options_without_an_effect(inputs, capsys) -> None:
+    assert cli.main(["check", *_flags(inputs | {"lora_alpha": "8", "eval_interval": "3"})]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, needs in (("lora_alpha", "lora_rank"), ("eval_interval", "eval_prompts")):
+        assert f"set, but not used: {name}, which needs {needs}" in shown
+
+
 def test_check_mentions_an_existing_run_and_writes_nothing(inputs, capsys) -> None:
     run = Path("begun")
     (run / "checkpoint-000002").mkdir(parents=True)
@@ -380,7 +387,7 @@ def test_help_shows_the_options_of_a_word(capsys) -> None:
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert "KL to the reference" in shown
-    for name in ("kl_coef", "kl_horizon", "early_stop_kl", "policy_kl_target"):
+    for name in ("kl_coef", "kl_target", "early_stop_kl", "step_kl"):
         assert f"--{name} " in shown
     assert "--lam " not in shown
     with pytest.raises(SystemExit):

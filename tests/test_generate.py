@@ -115,11 +115,15 @@ def test_control_characters_are_escaped(tmp_path) -> None:
     assert "\x07" not in text
 
 
+def test_max_turns_without_an_environment_are_mentioned(two, tmp_path, capsys) -> None:
+    flags = ["generate", "--models", two[0], "--prompt", "w1", "--max_turns", "2"]
+    assert cli.main([*flags, "--device", "cpu", "--max_new_tokens", "2"]) == 0
+    assert "max_turns, which needs environment" in capsys.readouterr().err
+
+
 def test_wrong_input_raises(two, reward, tmp_path) -> None:
     with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
         _config(tmp_path, models=two, prompts="p.jsonl")
-    with pytest.raises(ValueError, match="max_turns has an effect only with environment"):
-        _config(tmp_path, models=two, max_turns=2)
     with pytest.raises(ValueError, match="expected a prompt or a file of prompts"):
         generate(_config(tmp_path, models=two, prompt=None))
     with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):

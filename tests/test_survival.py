@@ -44,7 +44,7 @@ def test_a_killed_run_resumes_to_the_bits_of_an_uninterrupted_one(folder: Folder
     assert command_line.finish(process) == -signal.SIGKILL, log.read_text()
     assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
     folder.reward.write_text(text)
-    assert run(resume=True, allow_config_change=True, iterations=3)[0] == 0
+    assert run(resume="force", iterations=3)[0] == 0
     assert folder.bits() == bits
 
 
@@ -150,7 +150,7 @@ def test_a_signal_ends_the_current_phase_with_a_checkpoint(folder: Folder, run) 
     assert folder.checkpoints() == ["checkpoint-000001"]
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
     folder.write_reward("calls == 0")
-    code, said = run(**options, resume=True, allow_config_change=True)
+    code, said = run(**options, resume="force")
     assert code == 0
     assert f"resuming from {where}; the run had ended: stopped by SIGTERM" in said
     assert folder.bits() == bits
@@ -179,7 +179,7 @@ def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> Non
     assert reason in read_jsonl(folder.run / "parts.jsonl")[0]["ended"]
     report = html.unescape((folder.run / "report.html").read_text())
     assert f"Ended after 1 of 3 iterations: {reason}" in report
-    _, said = run(iterations=3, **options, resume=True, allow_config_change=True)
+    _, said = run(iterations=3, **options, resume="force")
     assert f"checkpoint-000001; the run had ended: {reason}" in said
 
 
@@ -198,7 +198,7 @@ def test_a_reward_that_raises_costs_no_iteration(cause: str, folder: Folder, run
     assert f"after 1 of 3 iterations; `--resume true` continues from {folder.run}" in said
     assert folder.checkpoints() == ["checkpoint-000001"]
     folder.write_reward("calls == 0")
-    assert run(**options, resume=True, allow_config_change=True)[0] == 0
+    assert run(**options, resume="force")[0] == 0
     assert folder.bits() == bits
 
 
@@ -314,9 +314,9 @@ def test_another_run_is_resumed_only_if_allowed(folder: Folder, run) -> None:
     assert f"{folder.run / 'checkpoint-000001'} belongs to another run: " in said
     for difference in ("content of model was '", "content of prompts was '", "seed was 0 and is 3"):
         assert difference in said
-    assert "`--allow_config_change true` resumes it anyway" in said
+    assert "`--resume force` resumes it anyway" in said
     assert config.read_bytes() == written
-    code, said = run(**options, allow_config_change=True)
+    code, said = run(**options | {"resume": "force"})
     assert code == 0
     assert "since checkpoint-000001: seed was 0 and is 3" in said
     assert "since checkpoint-000001: learning_rate was 0.001 and is 1e-05" in said

@@ -157,12 +157,13 @@ def _importance(
     inputs: Inputs, backend: str, level: str, mode: str, floor: float | None, cap: float
 ) -> Mapping[str, Any]:
     mask = inputs["mask"]
-    bounds: dict[str, Any] = {"importance_cap": cap, "importance_floor": floor}
-    config = PPOConfig(**bounds | {"importance_mode": f"{level}_{mode}"})
     weights, _ = importance(
-        inputs["logprobs"][mask], inputs["sampler_logprobs"][mask], mask.sum(1), config
+        inputs["logprobs"][mask],
+        inputs["sampler_logprobs"][mask],
+        mask.sum(1),
+        mode=mode if level == "token" else f"sequence-{mode}",
+        bounds=(floor or 0.0, cap),
     )
-    assert weights is not None
     return {"weights": torch.zeros_like(inputs["logprobs"]).masked_scatter(mask, weights)}
 
 
@@ -172,7 +173,7 @@ def _group(inputs: Inputs, backend: str, kind: str, size: int) -> Mapping[str, A
     zeros = torch.zeros_like(scores)
     options: dict[str, Any] = {"advantage": "rloo" if kind == "rloo" else "group", "vf_coef": 0.0}
     config = PPOConfig(
-        **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": "none"}
+        **options | {"backend": backend, "samples_per_prompt": size, "whiten_advantages": False}
     )
     batch = Batch.of([[1]] * len(scores), [[1]] * len(scores), scores.device)
     made = estimate_advantages(

@@ -223,7 +223,7 @@ def fastppo_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int)
         seed,
         advantage="group",
         samples_per_prompt=GROUP,
-        whiten_advantages="none",
+        whiten_advantages=False,
         vf_coef=0.0,
         value_learning_rate=None,
         kl_coef=0.0,

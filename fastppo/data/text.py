@@ -16,6 +16,14 @@ from torch import Tensor
 from fastppo.data.rows import DataError, Rows, visiting_order
 from fastppo.functional.scalars import describe
 
+BLOCK_TOKENS = 256
+"""Length of a block, tokens, unless the model's context is shorter."""
+
+
+def block_tokens(context: int | None) -> int:
+    """Return the length of a block for a model of this context, tokens."""
+    return BLOCK_TOKENS if context is None else min(BLOCK_TOKENS, context)
+
 
 class PretrainingText:
     """Blocks of tokens [M, block_size].

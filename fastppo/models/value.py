@@ -119,7 +119,7 @@ def freeze_attention(trunk: nn.Module) -> None:
     ]
     if not frozen:
         raise ValueError(
-            f"critic_frozen=attention: {type(trunk).__name__} has no module named "
+            f"critic_options: frozen=attention: {type(trunk).__name__} has no module named "
             f"{' or '.join(sorted(ATTENTION))}"
         )
     for parameter in frozen:

@@ -238,7 +238,7 @@ class Checkpoints:
 
         Raises:
             DamagedError: all checkpoints are damaged.
-            ValueError: the checkpoint is of another run or model, without `allow_config_change`.
+            ValueError: the checkpoint is of another run or model, without `resume: force`.
         """
         newest = self.world.on_main_rank(self._newest)
         if newest is None:
@@ -281,7 +281,7 @@ class Checkpoints:
             self.run_dir,
             self.identity,
             essential=IDENTITY,
-            allowed=self.config.allow_config_change,
+            allowed=self.config.resume == "force",
             say=self.say,
         )
 

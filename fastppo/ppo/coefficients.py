@@ -18,6 +18,9 @@ from fastppo.ppo.trained import Trained
 FIRST_POLICY_BETA = 1.0
 """β of objective=penalty in the first iteration, per nat."""
 
+POLICY_KL_TARGET = 0.01
+"""Target of objective=penalty, nats per token. Schulman et al. 2017 tried 0.003, 0.01 and 0.03."""
+
 MEASURED_BY = {"kl_coef": "kl", "policy_kl_coef": "policy_kl", "entropy_coef": "entropy"}
 """The metric that each controlled coefficient follows."""
 
@@ -73,7 +76,7 @@ class CoefficientControl:
             make = KL_CONTROLLERS[config.kl_controller]
             self.controllers["kl_coef"] = make(config.kl_coef, config.kl_target)
         if config.objective == "penalty":
-            self.controllers["policy_kl_coef"] = PenaltyKL(FIRST_POLICY_BETA)
+            self.controllers["policy_kl_coef"] = PenaltyKL(FIRST_POLICY_BETA, POLICY_KL_TARGET)
         if config.entropy_target is not None:
             entropy = EntropyControl(config.entropy_coef, config.entropy_target)
             self.controllers["entropy_coef"] = entropy

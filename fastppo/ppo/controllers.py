@@ -39,9 +39,6 @@ class FixedKL:
 class PenaltyKL(FixedKL):
     """β·2 if KL > 1.5·target, β/2 if KL < target/1.5. Source: Schulman et al. 2017, section 4."""
 
-    target: float = 0.01
-    """Unit of the measured KL."""
-
     def update(self, kl: float, sequences: int) -> None:
         if kl > 1.5 * self.target:
             self.coef *= 2

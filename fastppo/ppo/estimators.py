@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from fastppo_kernels.records import WHITEN_EPSILON
 from torch import Tensor
 
 from fastppo.data.batch import on_device
@@ -114,7 +113,7 @@ def estimate_advantages(
     has_kl = kl_coef != 0 and experience.ref_logprobs is not None
     is_score_the_signal = function is None and (scores.has_rewards or not has_kl)
     masked = experience.masked
-    whiten = config.whiten_advantages == "full"
+    whiten = bool(config.whiten_advantages)
     # Masked responses must not move the mean and the variance of the others.
     estimates = _estimates(experience, config, whiten and masked is None, function)
     learned = estimates.advantages
@@ -237,29 +236,24 @@ def _with_signal(
     config: PPOConfig,
     score_scale: ScoreScale | None,
 ) -> Tensor:
-    """Return the advantages [n], scaled for `variance` and by the floor, 0 without a signal.
+    """Return the advantages [n], scaled by the floor, 0 without a signal.
 
     Args:
         spread: standard deviation before whitening, 0-d.
         totals: discounted scores of the responses, reward units; None if they are not the signal.
         score_scale: see `estimate_advantages`.
     """
-    if config.whiten_advantages == "full":
+    if config.whiten_advantages:
         size = spread
     else:
         size = advantages.square().mean().sqrt()
-    if config.whiten_advantages == "variance" and len(advantages) > 1:
-        variance = advantages.var()
-        scaled = advantages * (variance + WHITEN_EPSILON).rsqrt()
-        advantages = torch.where(variance <= ROUNDING**2, advantages, scaled)
     # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
     if totals is None:
         return advantages
     score_scale = score_scale or ScoreScale()
     floor = score_scale.floor
-    # `group` has divided by the standard deviation of the scores.
-    if config.whiten_advantages != "none" and config.advantage != "group" and floor > 0:
+    if config.whiten_advantages and floor > 0:
         advantages = advantages * (size / floor).clamp(max=1)
     deviation = totals.std(correction=0).item()
     if len(totals) > 1 and deviation <= max(floor, ROUNDING):

@@ -1,4 +1,4 @@
-"""User-defined functions in place of built-in parts: `objective`, `advantage` and `optimizer`.
+"""User-defined parts by name: `rollout`, `objective`, `advantage` and `optimizer`.
 
 Each option takes the name of a built-in, `file.py:function` or `package.module:function`, and the
 trainer's argument of the same name takes the function itself.
@@ -38,7 +38,7 @@ def load_functions(
     functions = {}
     for option in config.own_functions:
         term = load_callable(given.get(option, getattr(config, option)), option)
-        if option != "optimizer":  # a class, whose errors `optimizer_maker` explains
+        if option not in ("optimizer", "rollout"):  # their makers explain errors
             term = replace(term, function=_explaining(option, term.function))
         functions[option] = term
     if "objective" in functions:

@@ -21,7 +21,7 @@ from fastppo.rewards.calling import place_of
 from fastppo.rewards.loading import load_callable
 from fastppo.run.optimizer import Optimizer, schedule
 
-ADAM_BETA1 = 0.9
+ADAM_BETAS = (0.9, 0.95)
 ADAM_EPS = 1e-8
 
 
@@ -90,7 +90,7 @@ def optimizer_maker(
     if config.optimizer == "adamw":
         # On a CPU, the unfused loop takes ten times as long.
         options = {
-            "betas": (ADAM_BETA1, config.adam_beta2),
+            "betas": ADAM_BETAS,
             "eps": ADAM_EPS,
             "fused": True,
             **options,

@@ -67,9 +67,9 @@ def explain_out_of_memory(phase: str, config: PPOConfig) -> Iterator[None]:
 
 def remedy(phase: str, config: PPOConfig) -> str:
     """Return advice on how to halve the memory of a phase."""
-    rows = config.generate_batch_size or config.rollout_batch_size
+    rows = config.generated_at_once
     if phase == "generate" and rows > 1 and config.holds_cache:
-        return f"--generate_batch_size {rows // 2} halves the memory of the rollout"
+        return f"--engine_options '{{batch_size: {rows // 2}}}' halves the memory of the rollout"
     if phase == "score":
         return "Use a smaller reward model, or serve it from another process"
     if phase == "update" and not config.lora_rank:

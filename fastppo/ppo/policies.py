@@ -107,8 +107,16 @@ def read_old_policy(
         return experience, metrics
     sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
     lengths = torch.tensor(rollout.generated_lengths, device=device)
-    weights, more = importance(logprobs, sampler_logprobs, lengths, config)
-    metrics |= more
+    weights: Tensor | None = None
+    if config.importance_bounds is not None and len(logprobs):
+        weights, more = importance(
+            logprobs,
+            sampler_logprobs,
+            lengths,
+            mode=config.importance,
+            bounds=config.importance_bounds,
+        )
+        metrics |= more
     if sampling.is_restricted:
         metrics |= excluded(logprobs, sampler_logprobs)
     return replace(experience, importance_weights=weights), metrics
@@ -159,8 +167,13 @@ def wants_sampler(rollout: Rollout, is_exact: bool, config: PPOConfig) -> bool:
 
 
 def importance(
-    logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, config: PPOConfig
-) -> tuple[Tensor | None, dict[str, float]]:
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    lengths: Tensor,
+    *,
+    mode: str,
+    bounds: tuple[float, float],
+) -> tuple[Tensor, dict[str, float]]:
     """Return bounded importance weights and their metrics.
 
     The effective sample size of the bounded weights, (Σw)²/(N·Σw²), is 1 if all are equal. The
@@ -168,23 +181,21 @@ def importance(
 
     Args:
         lengths: [B] int64, tokens of each response.
+        mode: truncate, mask, sequence-truncate or sequence-mask.
+        bounds: lowest and highest weight.
 
     Returns:
-        (weights [N] fp32, or None without a bound; metrics).
+        (weights [N] fp32; metrics).
     """
-    cap = config.importance_cap
-    floor = config.importance_floor
-    if (cap is None and floor is None) or not len(logprobs):
-        return None, {}
-    by_response = config.importance_mode.startswith("sequence")
+    by_response = mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
     if by_response:
         log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
     ratio = log_ratio.clamp(-20, 20).exp()
-    bounded = ratio.clamp(min=floor, max=cap)
+    bounded = ratio.clamp(*bounds)
     beyond = bounded != ratio
     weights = bounded
-    if config.importance_mode.endswith("mask"):
+    if mode.endswith("mask"):
         weights = torch.where(beyond, 0.0, ratio)
     if by_response:
         weights = weights.repeat_interleave(lengths)

@@ -5,7 +5,7 @@
     Scores.normalized           normalization and clipping
 
 The reward of a response has two parts, one at its last token and one within it. Scaling applies to
-both. Additions, such as the mean that whitening subtracts, apply to the last token.
+both, and the penalty to the last token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
-from fastppo.functional.advantages import whiten
 from fastppo.functional.scalars import describe
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.placing import generated_token_rewards, token_rewards
@@ -80,8 +79,7 @@ class Scores:
         """Normalize the scores, then clip them to ±clip.
 
         Args:
-            method: none; batch, mean 0 and standard deviation 1 in this batch; running, divided by
-                the standard deviation of all scores so far.
+            method: none; or running, divided by the standard deviation of all scores so far.
             running: state of method running, which this call updates.
         """
         total = self.total
@@ -90,13 +88,6 @@ class Scores:
             assert running is not None
             total = running(total)
             factor = factor / running.deviation
-        elif method == "batch":
-            if len(total) > 1:
-                factor = factor * (total.var() + 1e-8).rsqrt()
-            else:
-                factor = 0 * factor
-            # The torch backend sums in fp64, so equal scores become exact zeros.
-            total = whiten(total, backend="torch")
         if clip is not None:
             clipped = total.clamp(-clip, clip)
             factor = torch.where(clipped == total, factor, factor * clipped / total)

@@ -96,9 +96,9 @@ class ServerEngine(RolloutEngine):
     """Sample from vLLM servers.
 
     Args:
-        urls: of servers, http://host:port. Each takes an equal share of a batch.
         policy: gives the first weights.
         directory: for handovers; all servers must see it under the same path.
+        urls: of servers, http://host:port. Each takes an equal share of a batch.
         batch_size: simultaneous requests.
         say: prints a message to the user.
     """
@@ -108,10 +108,10 @@ class ServerEngine(RolloutEngine):
 
     def __init__(
         self,
-        urls: Sequence[str],
         policy: LanguageModel,
         directory: Path,
         *,
+        urls: Sequence[str],
         batch_size: int | None = None,
         say: Callable[[str], None] = print,
     ) -> None:

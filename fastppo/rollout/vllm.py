@@ -15,6 +15,7 @@ vLLM's logprobs differ from the policy's by rounding, more in bf16, so the train
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import random
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,8 @@ from fastppo.rollout.prompts import check_prompts
 INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
 """KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
+FIXED = ("model", "tokenizer", "load_format", "generation_config", "logprobs_mode")
+"""Options of vLLM that the engine sets itself."""
 SLEEP_LEVEL = 2
 """Frees the weights; level 1 would keep them on the CPU."""
 
@@ -65,6 +69,7 @@ class VLLMEngine(RolloutEngine):
 
     Raises:
         ImportError: vLLM is not installed.
+        ValueError: `vllm.LLM` does not take an option.
     """
 
     same_weights = False
@@ -87,18 +92,31 @@ class VLLMEngine(RolloutEngine):
             import vllm
         except ImportError as error:
             raise ImportError(f"rollout=vllm needs vLLM 0.32: {INSTALL}") from error
+        known = {member.name for member in fields(vllm.EngineArgs)} - set(FIXED)
+        for name in options:
+            if name not in known:
+                similar = difflib.get_close_matches(name, known)
+                raise ValueError(
+                    f"engine_options: vLLM takes batch_size, gpu_memory_utilization, "
+                    f"tensor_parallel_size and the fields of vllm.EngineArgs, got {name!r}"
+                    + (f"; similar: {', '.join(similar)}" if similar else "")
+                )
         self._sampling_params = vllm.SamplingParams
         self._asleep = False
         self._on_gpu = policy.device.type == "cuda"
         settings: dict[str, Any] = {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+            "dtype": policy.compute_dtype or policy.causal_lm.dtype,
+            "max_model_len": policy.context,
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
         }
         if self._on_gpu:
-            settings = {
+            settings |= {
                 "enable_sleep_mode": True,
                 "gpu_memory_utilization": gpu_memory_utilization,
             }
+        else:
+            settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
         if batch_size is not None:
             settings["max_num_seqs"] = batch_size
         processes = 1 if world is None else world.size
@@ -117,11 +135,7 @@ class VLLMEngine(RolloutEngine):
                 model=directory,
                 load_format="dummy",
                 generation_config="vllm",  # ignores the model's generation config
-                dtype=policy.compute_dtype or policy.causal_lm.dtype,
-                max_model_len=policy.context,
-                enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
-                disable_log_stats=True,
                 **(settings | options),
             )
         # It warns at every handover that rotary tables, which have no weights, got none.

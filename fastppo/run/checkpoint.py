@@ -112,7 +112,7 @@ def resumable(
     Args:
         run: the identity of the resumed run.
         essential: options that make it another run if they change.
-        allowed: whether they may differ (`allow_config_change`).
+        allowed: whether they may differ (`resume: force`).
         say: receives a sentence per damaged checkpoint and per allowed difference.
 
     Raises:

@@ -1,8 +1,8 @@
 """The identity of a run: its options, the fingerprints of its inputs, and package versions.
 
 A checkpoint's manifest holds it, and a resumed run is compared with it. Differences are printed.
-Other data or another objective make it another run, and are refused unless `allow_config_change`
-is on.
+Other data or another objective make it another run, and are refused without
+`resume: force`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastppo.run.options import Options
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
 """Packages that compute the numbers of a run."""
 
-NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
+NOT_COMPARED = ("resume", "output_dir")
 """Options of how a run is started."""
 
 
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
     before: Any
     now: Any
     is_other_run: bool
-    """Whether the run may not resume without `allow_config_change`."""
+    """Whether the run may not resume without `resume: force`."""
 
     def __str__(self) -> str:
         return f"{self.name} was {describe(self.before)} and is {describe(self.now)}"
@@ -105,6 +105,6 @@ def check_same_run(
     if reasons and not allowed:
         raise ValueError(
             f"{path} belongs to another run: {'; '.join(reasons)}. "
-            "`--allow_config_change true` resumes it anyway"
+            "`--resume force` resumes it anyway"
         )
     return [f"since {path.name}: {difference}" for difference in differing]

@@ -22,23 +22,26 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
+from fastppo.run.former_names import FORMER_NAMES
 from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Flag values of a bool."""
 
 TRACKERS = ("wandb",)
+
+Mapped = TypeVar("Mapped", bound="Options")
 
 
 def option(
@@ -48,12 +51,18 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    needs: str = "",
 ) -> Any:
     """Define a field with help and bounds.
 
     `minimum` and `maximum` are allowed values, `above` is not. `maximum` needs one of the others.
+
+    Args:
+        needs: condition without which the option has no effect, such as `lora_rank`, which must be
+            on, `kl_controller=adaptive/penalty`, `learning_rate!=auto`, or several with `and`, and
+            then `or`. `file.py:name` stands for any function of the user.
     """
-    metadata = {"help": help, "bounds": (minimum, above, maximum)}
+    metadata = {"help": help, "bounds": (minimum, above, maximum), "needs": needs}
     default = tuple(default) if isinstance(default, list) else default
     return field(default=default, metadata=metadata)
 
@@ -91,7 +100,11 @@ class Options:
             dashes: `--` shows the names as flags.
         """
         known = [member.name for member in fields(cls)]
-        meant = other_projects_option(name, known)
+        successor = FORMER_NAMES.get(name, "")
+        if successor.partition("=")[0] in known:
+            meant: list[str] | None = [successor]
+        else:
+            meant = other_projects_option(name, known)
         if meant is None:
             meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         question = " or ".join(dashes + option for option in meant)
@@ -100,6 +113,14 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
+
+    def is_set(self, name: str) -> bool:
+        """Return whether an option differs from its default."""
+        return getattr(self, name) != self.__dataclass_fields__[name].default
+
+    def is_on(self, name: str) -> bool:
+        """Return whether an option is not empty, 0, false or none."""
+        return bool(getattr(self, name))
 
     @classmethod
     def sections(cls) -> dict[str, list[Field]]:
@@ -122,6 +143,49 @@ class Options:
         """Write every option, defaults included, as YAML."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         write_whole(path, text)
+
+
+def unused(config: Options, passed: Container[str] = ()) -> list[str]:
+    """Return a sentence for each option that is set and has no effect.
+
+    Args:
+        passed: options whose part is given in Python, and counts as on.
+    """
+
+    def holds(condition: str) -> bool:
+        name, equals, values = condition.partition("=")
+        if not equals:
+            return name in passed or config.is_on(name)
+        value = getattr(config, name.removesuffix("!"))
+        shown = "none" if value is None else str(value).lower()
+        if ":" in shown:
+            shown = "file.py:name"
+        return (shown in values.split("/")) != name.endswith("!")
+
+    sentences = []
+    for member in fields(config):
+        needs = member.metadata["needs"]
+        if not needs or not config.is_set(member.name):
+            continue
+        if not any(all(map(holds, each.split(" and "))) for each in needs.split(" or ")):
+            sentences.append(f"set, but not used: {member.name}, which needs {needs}")
+    return sentences
+
+
+def read_mapping(name: str, given: Mapping[str, Any] | None, options: type[Mapped]) -> Mapped:
+    """Return the options in the mapping that the option `name` holds.
+
+    Raises:
+        ValueError: a key is unknown, or a value is wrong.
+    """
+    known = [member.name for member in fields(options)]
+    for key in given or {}:
+        if key not in known:
+            raise ValueError(f"{name}: {options.unknown(key)}; it takes {', '.join(known)}")
+    try:
+        return options(**given or {})
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @functools.cache
@@ -269,21 +333,32 @@ class WeightOptions(Options):
 
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Dtype of the model's weights; with bfloat16 the optimizer keeps float32 master weights",
+        "Dtype of the weights. With bfloat16 the optimizer keeps float32 master weights",
     )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
         "auto",
-        "Compute dtype: bf16 or fp16 (autocast), or fp32; auto is bf16 on a GPU, fp32 on a CPU; "
-        "fp16, with a loss scale, is for GPUs without bf16 and for PPO only",
+        "Compute dtype: fp32, or autocast to bf16 or fp16. auto is bf16 on a GPU and fp32 on a "
+        "CPU. fp16 uses a loss scale and is for PPO only, on GPUs without bf16",
     )
     attn_implementation: str = option(
-        "auto", "auto (flash-attn if installed, else sdpa), sdpa, eager or flash_attention_2"
+        "auto",
+        "Attention of transformers, such as sdpa; auto: flash_attention_2 on a GPU if it is "
+        "installed and the weights are in bfloat16, else the model's default",
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations in backward: less memory")
-    lora_rank: int = option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft", minimum=0)
-    lora_alpha: float = option(32.0, "LoRA scale: the update is alpha/rank · BA", above=0)
+    gradient_checkpointing: bool = option(
+        False, "Recompute activations in the backward pass to save memory"
+    )
+    lora_rank: int = option(
+        0, "Rank of the LoRA adapters, which need peft; 0 trains all weights", minimum=0
+    )
+    lora_alpha: float = option(
+        32.0,
+        "Scale of the LoRA adapters: the update is alpha/rank · BA",
+        above=0,
+        needs="lora_rank",
+    )
     lora_target_modules: Sequence[str] | None = option(
-        None, "Modules with adapters; default all linear layers"
+        None, "Modules that get adapters; default: all linear layers", needs="lora_rank"
     )
 
 
@@ -293,7 +368,7 @@ class RanksOptions(Options):
 
     shard_size: int | None = option(
         None,
-        "Processes that share one copy of the weights; default all of them",
+        "Number of processes that share one copy of the weights; default: all of them",
         minimum=1,
     )
 
@@ -302,7 +377,7 @@ class RanksOptions(Options):
 class SharingOptions(Options):
     """Trackers."""
 
-    report_to: Sequence[str] = option([], "Tracker in addition to TensorBoard: wandb")
+    report_to: Sequence[str] = option([], "Trackers to use in addition to TensorBoard: wandb")
 
     def check_sharing(self) -> None:
         """Raise ValueError for an unknown tracker."""

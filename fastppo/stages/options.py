@@ -24,7 +24,11 @@ class DataOptions(Options):
         None, "Held-out rows in the same form; default: a share of the data"
     )
     eval_share: float = option(
-        0.05, "Share of the rows to hold out, by prompt", minimum=0, maximum=0.9
+        0.05,
+        "Share of the rows to hold out, by prompt",
+        minimum=0,
+        maximum=0.9,
+        needs="eval_data=none",
     )
     max_length: int | None = option(
         None, "Maximum length of a row, tokens; default: the model's context", minimum=2
@@ -63,8 +67,11 @@ class StageOptions(Options):
     checkpoint_interval: int = option(
         500, "Optimizer steps between checkpoints; 0 writes none", minimum=0
     )
-    resume: bool = option(False, "Continue from the newest complete checkpoint of output_dir")
-    allow_config_change: bool = option(False, "Resume with changed options, model or data")
+    resume: bool | Literal["force"] = option(
+        False,
+        "Resume from the newest complete checkpoint of output_dir; force: although options, model "
+        "or data have changed",
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -108,7 +115,11 @@ class RewardModelConfig(SupervisedConfig):
         "", "Required. The SFT model, or a sequence classifier of one label: directory or hub name"
     )
     eval_share: float = option(
-        0.1, "Share of the rows to hold out, by prompt", minimum=0, maximum=0.9
+        0.1,
+        "Share of the rows to hold out, by prompt",
+        minimum=0,
+        maximum=0.9,
+        needs="eval_data=none",
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
     center_coef: float = option(

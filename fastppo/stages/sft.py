@@ -29,6 +29,7 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
+from fastppo.run.options import unused
 from fastppo.run.progress import console_of_first, say
 from fastppo.stages.data import Encoded, load_data, row_limit
 from fastppo.stages.demonstrations import IGNORED, collate, encode_demonstrations
@@ -93,6 +94,8 @@ def train_sft(
     """
     with stage_world(config) as world:
         console = console_of_first(world, console)
+        for sentence in unused(config):
+            say(console, sentence, "yellow")
         set_seed(config.seed)
         if model is None:
             model = load_causal_lm(

@@ -264,7 +264,7 @@ class SupervisedTrainer(ABC):
                 self.config.output_dir,
                 self.identity,
                 essential=IDENTITY,
-                allowed=self.config.allow_config_change,
+                allowed=self.config.resume == "force",
                 say=say,
             )
         )

@@ -6,6 +6,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,6 +39,7 @@ class Listener:
         self.module: Any = ModuleType("vllm")
         self.module.__spec__ = ModuleSpec("vllm", None)  # `find_spec` finds it
         self.module.LLM, self.module.SamplingParams = self._llm, dict
+        self.module.EngineArgs = make_dataclass("EngineArgs", ["seed", "max_num_seqs"])
         self.most_at_once = 0
         """Largest number of full weights in memory at once."""
         self.fails_at: str | None = None

@@ -14,8 +14,7 @@ from processes import ROOT
 from torch import Tensor
 
 import fastppo
-from fastppo.ppo.old_policy import importance
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.policies import importance
 
 pytest.importorskip("verl", reason="expected verl==0.9.1, installed as in benchmarks/README.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
@@ -238,15 +237,16 @@ def test_importance_weights_equal_verls(level: str, bounds: str) -> None:
         log_ratio, mask, rollout_is=level, rollout_is_threshold=bounds
     )
     floor, _, cap = bounds.rpartition("_")
-    options = PPOConfig(
-        importance_mode=f"{level}_{'mask' if floor else 'truncate'}",
-        importance_cap=cap,
-        importance_floor=floor or None,
-    )
+    mode = "mask" if floor else "truncate"
     counted = mask.bool()
     lengths = mask.sum(1).long()
-    ours, _ = importance(log_ratio[counted], torch.zeros(int(lengths.sum())), lengths, options)
-    assert ours is not None
+    ours, _ = importance(
+        log_ratio[counted],
+        torch.zeros(int(lengths.sum())),
+        lengths,
+        mode=mode if level == "token" else f"sequence-{mode}",
+        bounds=(float(floor or 0), float(cap)),
+    )
     close(ours, theirs[counted])
     assert len(ours.unique()) > 2
 

@@ -125,8 +125,8 @@ def test_replaced_prompts_count_as_solved(tmp_path: Path) -> None:
 
 
 def test_a_critic_and_asynchronous_rollouts_refuse_it() -> None:
-    with pytest.raises(ValueError, match="dynamic_sampling has an effect only with advantage=rloo"):
+    with pytest.raises(ValueError, match="dynamic_sampling"):
         PPOConfig(dynamic_sampling=1)
     options = {"advantage": "rloo", "vf_coef": 0.0, "samples_per_prompt": 2}
-    with pytest.raises(ValueError, match="before the scores that dynamic_sampling needs"):
+    with pytest.raises(ValueError, match="async_steps"):
         PPOConfig(dynamic_sampling=1, async_steps=1, **options)

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +34,26 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
 def test_evaluations_follow_eval_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And one before the first update; the console has each, with the best of each mode."""
-    trainer = _trainer(tmp_path, iterations=5, eval_interval=2, eval_sampling="both")
+    """And one before the first update; the console has each, and marks the best."""
+    trainer = _trainer(tmp_path, iterations=5, eval_interval=2)
     trainer.train()
     lines = records(trainer)
     assert ["eval/reward" in line for line in lines] == [False, True, False, True, False]
     evaluated = {name for name in lines[1] if name.startswith("eval/")}
     names = {"reward", "reward_error", "reward/count_w7", "kl", "response_length", "eos_rate"}
-    assert evaluated == {f"eval/{name}" for name in names} | {
-        f"eval/greedy/{name}" for name in names
-    }
+    assert evaluated == {f"eval/{name}" for name in names}
     assert lines[3]["eval/kl"] != lines[1]["eval/kl"]
     before = {name for name in lines[0] if name.startswith("before/")}
     assert before == {name.replace("eval/", "before/") for name in evaluated}
     assert lines[0]["before/kl"] == pytest.approx(0, abs=1e-5)
     said = [line for line in capsys.readouterr().err.splitlines() if "held out" in line]
     shown = [
-        f"{mode}: reward {line[f'{prefix}reward']:.3f} ± {line[f'{prefix}reward_error']:.3f}"
-        for line, prefixes in (
-            (lines[0], ("before/", "before/greedy/")),
-            (lines[1], ("eval/", "eval/greedy/")),
-            (lines[3], ("eval/", "eval/greedy/")),
-        )
-        for mode, prefix in zip(("held out", "held out, greedy"), prefixes, strict=True)
+        f"held out: reward {line[f'{prefix}reward']:.3f} ± {line[f'{prefix}reward_error']:.3f}"
+        for line, prefix in ((lines[0], "before/"), (lines[1], "eval/"), (lines[3], "eval/"))
     ]
-    assert all(part in line for part, line in zip(shown, said[-6:], strict=True)), said
+    assert all(part in line for part, line in zip(shown, said[-3:], strict=True)), said
     sampled = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
-    are_best = [line.endswith(", the best so far") for line in said[-6::2]]
+    are_best = [line.endswith(", the best so far") for line in said[-3:]]
     assert are_best == [False, sampled[1] > sampled[0], sampled[2] > max(sampled[:2])]
 
 
@@ -79,19 +71,17 @@ def test_an_evaluation_without_a_reference_has_no_kl(
 
 
 def test_evaluation_means_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
-    """Of twenty prompts in parts of eight; greedily, since the draws of a part are its own."""
-    options = {"rollout_batch_size": 8, "eval_sampling": "greedy", "eval_interval": 1}
+    """Of twenty prompts in parts of eight, with one token to choose from."""
+    options = {"rollout_batch_size": 8, "eval_interval": 1, "top_k": 1, "kl_coef": 0.01}
     trainer = _trainer(tmp_path, **options, iterations=1)
     metrics = trainer.train()
     prompts = trainer.evaluation.prompts
     assert prompts is not None
-    greedy = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
+    whole = trainer.evaluate(prompts)
     for name in ("reward", "kl", "response_length", "eos_rate"):
-        assert metrics[f"eval/greedy/{name}"] == pytest.approx(greedy[name], abs=1e-5), name
-    error = greedy["scores"].total.std().item() / len(prompts) ** 0.5
-    assert metrics["eval/greedy/reward_error"] == pytest.approx(error, abs=1e-6)
-    for name in ("reward", "reward_error"):
-        assert metrics[f"eval/{name}"] == metrics[f"eval/greedy/{name}"]
+        assert metrics[f"eval/{name}"] == pytest.approx(whole[name], abs=1e-5), name
+    error = whole["scores"].total.std().item() / len(prompts) ** 0.5
+    assert metrics["eval/reward_error"] == pytest.approx(error, abs=1e-6)
 
 
 def test_the_parts_of_an_evaluation_have_their_own_random_numbers(tmp_path: Path) -> None:
@@ -206,15 +196,12 @@ def test_a_failed_evaluation_of_a_run_that_stops_is_reported(
 
 def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
-    options = {"eval_sampling": "both", "eval_interval": 1}
+    options = {"eval_interval": 1}
     trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)
     trainer.train()
     lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
-    assert [(line["iteration"], line["sampling"], line["row"]) for line in lines] == [
-        (iteration, sampling, row)
-        for iteration in (0, 1)
-        for sampling in ("sampled", "greedy")
-        for row in range(8)
+    assert [(line["iteration"], line["row"]) for line in lines] == [
+        (iteration, row) for iteration in (0, 1) for row in range(8)
     ]
     for line in lines:
         assert line["prompt"] == tiny.PROMPTS[line["row"]]["prompt"]
@@ -222,7 +209,7 @@ def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
         assert line["rewards"] == {"count_w7": pytest.approx(line["reward"])}
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
-    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
+    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:16] == lines
 
 
 def test_a_reward_that_does_not_apply_is_left_out_of_means_and_samples(tmp_path: Path) -> None:

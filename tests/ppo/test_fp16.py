@@ -30,7 +30,7 @@ def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:
 def test_the_fp16_gradient_equals_fp32_up_to_rounding(more: dict, tmp_path: Path) -> None:
     """fp16 rounds to 2⁻¹¹ of a number, a few layers deep; the scale of 65536 is gone."""
     if "ptx_coef" in more:
-        more = more | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl"), "ptx_block_size": 12}
+        more = more | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl")}
     actual, wanted = (
         update_gradients(tmp_path / name, **more, precision=name) for name in ("fp16", "fp32")
     )

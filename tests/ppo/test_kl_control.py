@@ -36,7 +36,6 @@ def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
         kl_controller="adaptive",
         kl_coef=0.1,
         kl_target=0.01,
-        kl_horizon=100,
         iterations=3,
         rewards=[tiny.every_other],
     )
@@ -44,7 +43,7 @@ def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
     expected = 0.1
     for record in records(trainer):
         assert record["kl_coef"] == pytest.approx(expected, rel=1e-9)
-        expected *= 1 + min(max(record["kl"] / 0.01 - 1, -0.2), 0.2) * 16 / 100
+        expected *= 1 + min(max(record["kl"] / 0.01 - 1, -0.2), 0.2) * 16 / 10_000
     assert expected != 0.1
 
 

@@ -22,7 +22,7 @@ WITHOUT_VALUES: dict[str, Any] = {"vf_coef": 0.0, "samples_per_prompt": 4}
         ("rloo", WITHOUT_VALUES),
         pytest.param("reinforce", WITHOUT_VALUES, marks=pytest.mark.slow),
         pytest.param(
-            "group", WITHOUT_VALUES | {"whiten_advantages": "none"}, marks=pytest.mark.slow
+            "group", WITHOUT_VALUES | {"whiten_advantages": False}, marks=pytest.mark.slow
         ),
     ],
 )

@@ -203,7 +203,7 @@ def test_the_logged_penalty_loss_follows_the_paper(tmp_path: Path) -> None:
         vf_coef=0.0,
         learning_rate=1e-9,
         minibatches=1,
-        whiten_advantages="none",
+        whiten_advantages=False,
     )
     trainer.state.policy_kl_control.coef = 50.0
     experience = first_experience(trainer)

@@ -172,15 +172,12 @@ def test_given_responses_are_recomputed_without_weights(tmp_path: Path) -> None:
     ("options", "wanted", "beyond"),
     [
         ({}, [1, 1.5, 2, 0.25, 1.5], 1 / 5),
-        ({"importance_floor": 0.5}, [1, 1.5, 2, 0.5, 1.5], 2 / 5),
-        ({"importance_mode": "token_mask"}, [1, 1.5, 0, 0.25, 1.5], 1 / 5),
-        ({"importance_mode": "token_mask", "importance_floor": 0.5}, [1, 1.5, 0, 0, 1.5], 2 / 5),
-        ({"importance_cap": None}, None, None),
-        ({"importance_cap": None, "importance_floor": 1.2}, [1.2, 1.5, 3, 1.2, 1.5], 2 / 5),
+        ({"importance": "mask"}, [1, 1.5, 0, 0, 1.5], 2 / 5),
+        ({"importance": "mask", "importance_cap": 4}, [1, 1.5, 3, 0.25, 1.5], 0),
         # The products are 4.5 and 0.375, of three tokens and of two; a response may have none.
-        ({"importance_mode": "sequence_truncate"}, [2, 2, 2, 0.375, 0.375], 1 / 3),
-        ({"importance_mode": "sequence_mask"}, [0, 0, 0, 0.375, 0.375], 1 / 3),
-        ({"importance_mode": "sequence_mask", "importance_floor": 0.5}, [0, 0, 0, 0, 0], 2 / 3),
+        ({"importance": "sequence-truncate"}, [2, 2, 2, 0.375, 0.375], 1 / 3),
+        ({"importance": "sequence-mask"}, [0, 0, 0, 0, 0], 2 / 3),
+        ({"importance": "sequence-mask", "importance_cap": 3}, [0, 0, 0, 0.375, 0.375], 1 / 3),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
 )
@@ -188,10 +185,15 @@ def test_importance_weights_are_bounded(options, wanted, beyond) -> None:
     logprobs = torch.full((5,), -1.0)
     ratios = torch.tensor([1.0, 1.5, 3.0, 0.25, 1.5])
     lengths = torch.tensor([3, 0, 2])
-    weights, metrics = importance(logprobs, logprobs - ratios.log(), lengths, PPOConfig(**options))
-    if wanted is None:
-        assert (weights, metrics) == (None, {})
-        return
+    config = PPOConfig(**options)
+    assert config.importance_bounds is not None
+    weights, metrics = importance(
+        logprobs,
+        logprobs - ratios.log(),
+        lengths,
+        mode=config.importance,
+        bounds=config.importance_bounds,
+    )
     w = torch.tensor(wanted, dtype=torch.float32)
     torch.testing.assert_close(weights, w)
     assert metrics["mismatch/beyond_bounds"] == pytest.approx(beyond)

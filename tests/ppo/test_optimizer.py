@@ -36,7 +36,8 @@ def _model(kind: str = "shared") -> ActorCritic:
 def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None:
     model = _model(kind)
     rates = {"learning_rate": 1e-4, "value_learning_rate": 3e-3}
-    config = PPOConfig(value_head="gradient", weight_decay=0.1, adam_beta2=0.8, **rates)
+    more = {"optimizer_options": {"betas": [0.9, 0.8]}}
+    config = PPOConfig(value_head="gradient", weight_decay=0.1, **more, **rates)
     groups = make_optimizer(model, config).param_groups
     group_of = {id(p): g for g in groups for p in g["params"]}
     assert (
@@ -188,7 +189,7 @@ def test_the_example_steps_layers_by_muon_and_resumes(dtype: str, tmp_path: Path
 
 def test_another_optimizer_cannot_resume_a_checkpoint(tmp_path: Path) -> None:
     make_trainer(tmp_path, optimizer="torch.optim:SGD", iterations=1).train()
-    resumed = make_trainer(tmp_path, resume=True, allow_config_change=True)
+    resumed = make_trainer(tmp_path, resume="force")
     with pytest.raises(ValueError, match=r"optimizer was torch.optim:SGD, got adamw"):
         resumed.train()
 

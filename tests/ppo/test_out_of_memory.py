@@ -116,7 +116,7 @@ def test_a_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -
 @pytest.mark.parametrize(
     ("phase", "says"),
     [
-        ("generate", "--generate_batch_size 8 halves"),
+        ("generate", "--engine_options '{batch_size: 8}' halves"),
         ("score", "Use a smaller reward model"),
         ("loading", "--param_dtype bfloat16 halves"),
     ],
@@ -132,9 +132,9 @@ def test_running_out_of_memory_gives_advice_for_the_phase(phase: str, says: str)
 
 
 def test_rollout_servers_do_not_count_for_the_advice() -> None:
-    assert "--generate_batch_size" in remedy("generate", PPOConfig())
-    drawn = PPOConfig(rollout="server", rollout_urls=["http://localhost:8000"])
-    assert "--generate_batch_size" not in remedy("generate", drawn)
+    assert "--engine_options" in remedy("generate", PPOConfig())
+    drawn = PPOConfig(rollout="server", engine_options={"urls": ["http://localhost:8000"]})
+    assert "--engine_options" not in remedy("generate", drawn)
 
 
 def test_one_of_several_processes_does_not_retry() -> None:

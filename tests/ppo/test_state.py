@@ -123,7 +123,6 @@ def _trainer(directory: Path, **options: Any) -> PPOTrainer:
         "lr_schedule": "cosine",
         "warmup_steps": 3,
         "kl_controller": "adaptive",
-        "kl_horizon": 100.0,
     }
     return make_trainer(directory, **chosen | options)
 
@@ -157,7 +156,7 @@ def _whole_and_resumed(
         {"score_normalization": "running"},
         {"objective": "penalty", "learning_rate": 1e-2},
         {"param_dtype": "bfloat16", "model_dtype": "bfloat16"},
-        {"ptx_coef": 1.0, "ptx_block_size": 12, "ptx_batch_size": 3},
+        {"ptx_coef": 1.0, "ptx_batch_size": 3},
         {
             **environments.OPTIONS,
             "environment": environments.Calculator,
@@ -190,7 +189,7 @@ def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     """Rates, decay and β of the config, not those that the checkpoint was written under."""
     _trainer(tmp_path, iterations=2).train()
     options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5}
-    options |= {"kl_controller": "fixed", "kl_horizon": 10_000.0}
+    options |= {"kl_controller": "fixed"}
     resumed = _trainer(tmp_path, resume=True, iterations=3, lr_schedule="constant", **options)
     metrics = resumed.train()
     assert metrics["learning_rate"] == pytest.approx(1e-6)

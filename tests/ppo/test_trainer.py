@@ -311,7 +311,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
     data = tiny.saved_text(tmp_path / "text.jsonl")
     gradients = {}
     for coef in (0.0, 2.5):
-        more = {"ptx_coef": coef, "ptx_data": data, "ptx_block_size": 12} if coef else {}
+        more = {"ptx_coef": coef, "ptx_data": data} if coef else {}
         more["microbatch_size"] = 3  # of the 8 blocks, so the parts are unequal
         trainer = make_trainer(tmp_path, max_grad_norm=1e9, **more)
         torch.manual_seed(0)
@@ -358,7 +358,7 @@ def test_after_a_refresh_the_kl_is_zero(lora_rank: int, tmp_path: Path) -> None:
         {"value_model": "shared"},
         {"value_model": "detached"},
         {"value_model": "critic"},
-        {"value_model": "critic", "value_head": "closed_form", "value_epochs": 3},
+        {"value_model": "critic", "value_head": "closed_form", "critic_options": {"epochs": 3}},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -392,8 +392,8 @@ def test_a_critic_can_start_from_an_earlier_one(tmp_path: Path) -> None:
         make_trainer(tmp_path / "wrong", **options)
 
 
-def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, value_model="critic", critic_frozen="attention")
+def test_a_critic_can_have_frozen_attention(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, value_model="critic", critic_options={"frozen": "attention"})
     before = {n: p.clone() for n, p in trainer.model.value_function.trunk.named_parameters()}
     trainer.train()
     after = dict(trainer.model.value_function.trunk.named_parameters())
@@ -402,11 +402,11 @@ def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:
     assert not any(".self_attn." in name for name in moved)
 
 
-def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:
+def test_more_epochs_of_the_critic_train_only_the_critic(tmp_path: Path) -> None:
     """And within an update they come before those with the policy: its first value loss is less."""
     losses = []
     for epochs in (1, 5):
-        options = {"ppo_epochs": 1, "minibatches": 1, "value_epochs": epochs}
+        options = {"ppo_epochs": 1, "minibatches": 1, "critic_options": {"epochs": epochs}}
         options |= {"value_model": "critic", "value_learning_rate": 1e-3}
         trainer = make_trainer(tmp_path, **options)
         experience = first_experience(trainer)
@@ -662,7 +662,7 @@ def test_masked_responses_change_no_weight(tmp_path: Path) -> None:
     "options",
     [
         {"kl_loss_coef": 0.1, "kl_coef": 0.0, "value_head": "gradient"},
-        {"value_model": "critic", "value_epochs": 4},
+        {"value_model": "critic", "critic_options": {"epochs": 4}},
     ],
     ids=["kl in the loss", "critic"],
 )

@@ -51,17 +51,16 @@ def test_the_penalty_of_a_missing_eos_is_at_the_last_token() -> None:
     torch.testing.assert_close(WHOLE.with_eos_penalty(truncated, 3.0).last, wanted)
 
 
-@pytest.mark.parametrize("method", ["none", "batch", "running"])
+@pytest.mark.parametrize("method", ["none", "running"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_normalization_scales_both_parts(method: str, clip: float | None) -> None:
-    """Both parts have the same factor. Whitening subtracts the mean at the last token."""
+    """Both parts have the same factor."""
     seen = torch.tensor([1.0, 2.0, 6.0])
     running = RunningScale()
     running.update(seen)
     deviation = torch.cat([seen, TOTAL]).std(correction=0)
     factor, wanted = {
         "none": (torch.ones(4), TOTAL),
-        "batch": (torch.ones(4) / TOTAL.std(), (TOTAL - TOTAL.mean()) / TOTAL.std()),
         "running": (torch.ones(4) / deviation, TOTAL / deviation),
     }[method]
     if clip is not None:

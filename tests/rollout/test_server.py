@@ -131,7 +131,7 @@ def test_servers_sample_with_the_weights_of_each_update(
 ) -> None:
     servers = [start(), start()]
     urls = [started_server.url for started_server in servers]
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=urls)
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": urls})
     gaps = _sampled_gaps(trainer)
     trainer.train()
     assert len(gaps) == 3
@@ -153,7 +153,7 @@ def test_with_lora_only_adapters_are_handed_over(
     policy = tmp_path / "policy"
     tiny.model().save_pretrained(policy)
     running = start(model=str(policy))
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[running.url], lora_rank=2)
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [running.url]}, lora_rank=2)
     gaps = _sampled_gaps(trainer)
     trainer.train()
     assert max(gaps) < 1e-4
@@ -176,7 +176,7 @@ def test_a_run_waits_for_a_dead_server_and_then_ends_with_a_checkpoint(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     running = start()
-    options = {**OPTIONS, "rollout_urls": [running.url]}
+    options = {**OPTIONS, "engine_options": {"urls": [running.url]}}
 
     def restart() -> None:
         running.end()
@@ -205,7 +205,7 @@ def test_invalid_responses_end_a_run_with_a_checkpoint(
         wrong = server.Response([3], "length", torch.full((1,), torch.nan))
         monkeypatch.setattr(server, "_response", lambda choice: wrong)
 
-    options = {**OPTIONS, "rollout_urls": [start().url]}
+    options = {**OPTIONS, "engine_options": {"urls": [start().url]}}
     trainer = make_trainer(tmp_path, **options, rewards=[counting(2, go_wrong)])
     with pytest.raises(
         RolloutError, match=r"one finite logprob .*after 2 of 3 .*checkpoint-000002"
@@ -220,7 +220,7 @@ def test_many_requests_to_a_dead_server_print_one_message(
     running = start(**{"v1/completions": 0})
     shown = io.StringIO()
     trainer = make_trainer(
-        tmp_path, **OPTIONS, rollout_urls=[running.url], console=Console(file=shown)
+        tmp_path, **OPTIONS, engine_options={"urls": [running.url]}, console=Console(file=shown)
     )
     with pytest.raises(RolloutError, match="waited 1 s"):
         trainer.engine.generate([[3]] * 20, trainer.sampling)
@@ -233,7 +233,7 @@ def test_only_unanswered_requests_are_sent_again(
 ) -> None:
     works = start()
     fails = start(**{"v1/completions": 429})
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [works.url, fails.url]})
     sentence = r"no answer to 2 of 4 requests in 5 rounds.*answered 429: a sent"
     with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
@@ -242,7 +242,7 @@ def test_only_unanswered_requests_are_sent_again(
 
 
 def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=["http://127.0.0.1:9"])
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": ["http://127.0.0.1:9"]})
     assert isinstance(trainer.engine, ServerEngine)
     waits = threading.Event()
     trainer.engine.servers[0].say = lambda sentence: waits.set()
@@ -264,7 +264,9 @@ def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
 def test_a_server_other_than_vllms_is_refused(
     status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
+    trainer = make_trainer(
+        tmp_path, **OPTIONS, engine_options={"urls": [start(weight_info=status).url]}
+    )
     with pytest.raises(RolloutError, match=sentence):
         trainer.train()
 
@@ -280,7 +282,7 @@ def test_a_server_other_than_vllms_is_refused(
 def test_invalid_responses_are_refused(
     changes: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(changes).url])
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [start(changes).url]})
     with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]], trainer.sampling)
 
@@ -290,14 +292,14 @@ def test_a_prefix_cache_that_is_not_emptied_is_an_error(
 ) -> None:
     urls = [start({"success": False}).url]
     with pytest.raises(RolloutError, match="did not empty its prefix cache: does it"):
-        make_trainer(tmp_path, **OPTIONS, rollout_urls=urls).train()
+        make_trainer(tmp_path, **OPTIONS, engine_options={"urls": urls}).train()
 
 
 def test_the_key_is_sent(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(server.API_KEY, "secret")
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(key="secret").url])
+    trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [start(key="secret").url]})
     assert trainer.engine.generate([[3]], trainer.sampling).tokens
 
 
@@ -313,7 +315,7 @@ def _assert_draws_by_row(trainer: PPOTrainer) -> None:
 
 def test_a_row_does_not_depend_on_its_batch(start: Callable[..., Running], tmp_path: Path) -> None:
     urls = [start().url, start().url]
-    _assert_draws_by_row(make_trainer(tmp_path, **OPTIONS, rollout_urls=urls))
+    _assert_draws_by_row(make_trainer(tmp_path, **OPTIONS, engine_options={"urls": urls}))
 
 
 # ------------------------------------------------------------------------------- vLLM's own server
@@ -341,7 +343,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def _wide_trainer(tmp_path: Path, running: Running, **options: Any) -> PPOTrainer:
-    options = {**OPTIONS, "rollout_urls": [running.url], "temperature": 0.7, **options}
+    options = {**OPTIONS, "engine_options": {"urls": [running.url]}, "temperature": 0.7, **options}
     return PPOTrainer(
         PPOConfig(**tiny.options(tmp_path, **options)),
         model=_wide_model(),

@@ -186,6 +186,11 @@ def test_two_processes_hand_over_full_weights_one_at_a_time(lora_rank: int, tmp_
     assert results["errors"] == [errors] * 2
 
 
+def test_an_option_that_vllm_does_not_have_is_refused(listener: Listener) -> None:
+    with pytest.raises(ValueError, match=r"engine_options: .*got 'max_num_seq'; .*max_num_seqs"):
+        listening_engine(max_num_seq=2)
+
+
 def test_tensor_parallelism_in_one_process_is_refused(listener: Listener) -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must divide .*got 1"):
         listening_engine(tensor_parallel_size=2)
@@ -366,7 +371,7 @@ def _several(tmp_path: Path, count: int, **options: Any) -> None:
         results = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
     finally:
         _forget_shared_memory()
-    size = options.get("vllm_tensor_parallel_size", 1)
+    size = options.get("engine_options", {}).get("tensor_parallel_size", 1)
     assert results["parallel"] == (size, "external_launcher")
     assert len(results["metrics"]) == 2
     for record in results["metrics"]:
@@ -376,7 +381,9 @@ def _several(tmp_path: Path, count: int, **options: Any) -> None:
 
 
 @with_vllm
-@pytest.mark.parametrize("options", [{}, {"vllm_tensor_parallel_size": 2}, {"lora_rank": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"engine_options": {"tensor_parallel_size": 2}}, {"lora_rank": 4}]
+)
 def test_two_processes_train_with_vllm(options: dict[str, Any], tmp_path: Path) -> None:
     _several(tmp_path, 2, **options)
 
@@ -396,7 +403,7 @@ def _trainer(tmp_path: Path, **options: Any) -> PPOTrainer:
 def test_the_trainer_hands_over_weights_after_each_update(
     listener: Listener, tmp_path: Path
 ) -> None:
-    trainer = _trainer(tmp_path, generate_batch_size=4)
+    trainer = _trainer(tmp_path, engine_options={"batch_size": 4})
     assert isinstance(trainer.engine, VLLMEngine)
     assert listener.options["max_num_seqs"] == 4
     assert listener.calls[0] == ("reload_weights", len(trainer.model.causal_lm.state_dict()))

@@ -143,3 +143,10 @@ def test_the_tokenizer_of_another_model_is_rejected(tmp_path: Path) -> None:
     tokenizer.add_tokens(["w99"])
     with pytest.raises(ValueError, match=r"44 tokens .* 43"):
         sft(sft_config(tmp_path), tokenizer=tokenizer)
+
+
+def test_an_option_without_an_effect_is_mentioned(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    sft(sft_config(tmp_path, lora_alpha=8.0), console=console)
+    assert "lora_alpha, which needs lora_rank" in shown.getvalue()

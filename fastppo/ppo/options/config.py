@@ -8,7 +8,7 @@ wrong options are refused at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastppo.functional import scalars
@@ -47,7 +47,7 @@ BY_RATIO = "_by_ratio"
 
 ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
 
-FUNCTIONS = ("objective", "advantage", "optimizer")
+FUNCTIONS = ("rollout", "objective", "advantage", "optimizer")
 """Options that name a built-in or a user-defined function."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
@@ -83,23 +83,21 @@ class PPOConfig(
 
     def check(self) -> None:
         check_names(self)
-        if self.whiten_advantages is None:
-            whitening = "none" if self.advantage == "group" else "full"
-            object.__setattr__(self, "whiten_advantages", whitening)
         check_stop_strings(self.stop_strings)
-        check_batches(self)
-        check_models(self)
-        check_rewards(self)
-        check_objective(self)
-        check_importance(self)
-        check_servers(self)
-        check_async(self)
-        check_kl(self)
-        check_advantages(self)
-        check_learning_rate(self)
-        check_pretraining(self)
-        check_watching(self)
+        scalars.check_dual_clip(self.dual_clip)
         check_schedules(self)
+        self.check_sharing()
+        for option, thresholds in (("warn_if", self.warn_if), ("stop_if", self.stop_if)):
+            for text in thresholds:
+                parse_threshold(text, option)
+        # Both raise for a wrong key or value.
+        _ = self.engine_keywords
+        _ = self.critic
+        if self.whiten_advantages is None:
+            object.__setattr__(self, "whiten_advantages", self.advantage != "group")
+        for is_there, sentence in contradictions(self):
+            if is_there:
+                raise ValueError(sentence)
 
     @property
     def scheduled(self) -> set[str]:
@@ -112,19 +110,11 @@ class PPOConfig(
 
     def is_set(self, name: str) -> bool:
         """Return whether an option differs from its default, or has a schedule."""
-        (default,) = (member.default for member in fields(self) if member.name == name)
-        return getattr(self, name) != default or name in self.scheduled
+        return super().is_set(name) or name in self.scheduled
 
-    def have_effect_only(self, *names: str, where: object, needs: str) -> None:
-        """Raise ValueError for options that are set without an effect.
-
-        Args:
-            where: whether the options have an effect.
-            needs: the condition in words.
-        """
-        for name in names:
-            if not where and self.is_set(name):
-                raise ValueError(f"{name} has an effect only with {needs}")
+    def is_on(self, name: str) -> bool:
+        """Return whether an option is not empty, 0, false or none, or has a schedule."""
+        return super().is_on(name) or name in self.scheduled
 
     def start_of(self, schedule: Schedule) -> Any:
         """Return the value that a schedule starts from, or None."""
@@ -179,6 +169,11 @@ class PPOConfig(
         return 1.0 if self.learning_rate == "auto" else self.learning_rate
 
     @property
+    def initial_critic(self) -> str | None:
+        """Model that `value_model=critic` starts from; None for the policy, or without a critic."""
+        return self.critic_model if self.value_model == "critic" else None
+
+    @property
     def fits_value_head(self) -> bool:
         """Whether the value head is fitted in closed form."""
         if self.advantage in CRITIC_FREE:
@@ -212,7 +207,9 @@ class PPOConfig(
     @property
     def critic_only_epochs(self) -> int:
         """Epochs over each batch that train only the critic."""
-        return 0 if self.value_epochs is None else self.value_epochs - self.ppo_epochs
+        if self.value_model != "critic" or self.critic.epochs is None:
+            return 0
+        return self.critic.epochs - self.ppo_epochs
 
     @property
     def steps_per_iteration(self) -> int:
@@ -225,7 +222,169 @@ class PPOConfig(
         return self.iterations * self.steps_per_iteration
 
 
-# Combinations of options. An option without an effect is an error.
+# -------------------------------------------------------------------- combinations of options
+
+
+def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
+    """Return (whether the config has it, the sentence about it) of each contradiction.
+
+    An option that is merely without an effect is no contradiction: see `unused`.
+    """
+    advantage = config.advantage
+    objective = config.objective
+    is_auto = config.learning_rate == "auto"
+    is_penalty = objective == "penalty"
+    is_critic_free = advantage in CRITIC_FREE
+    is_group = advantage in ("rloo", "group")
+    kl_in_loss = config.is_used("kl_loss_coef")
+    full_kl_in_loss = kl_in_loss and config.kl_loss_estimator == "full"
+    warms_up = config.value_warmup_iterations > 0
+    best = (config.checkpoint_best or "reward").removeprefix("min:")
+    weights = [0, 1] if config.reward_ensemble else [0]
+    return [
+        (
+            config.rollout_batch_size % config.minibatches
+            or config.rollout_batch_size % config.samples_per_prompt,
+            "rollout_batch_size counts responses and must be a multiple of minibatches and of "
+            f"samples_per_prompt, got {config.rollout_batch_size}, {config.minibatches} and "
+            f"{config.samples_per_prompt}",
+        ),
+        (
+            config.rewards
+            and config.reward_weights is not None
+            and len(config.reward_weights) - len(config.rewards) not in weights,
+            f"reward_weights must be as many as rewards, {len(config.rewards)}, or one more with "
+            f"reward_ensemble, got {len(config.reward_weights or ())}",
+        ),
+        (
+            len(config.reward_ensemble) == 1,
+            "reward_ensemble must be at least two reward models; a single one goes into rewards",
+        ),
+        (
+            config.quantization != "none"
+            and (
+                config.lora_rank == 0
+                or config.value_model == "critic"
+                or config.rollout in ("vllm", "server")
+            ),
+            f"quantization={config.quantization} freezes the model's weights, so it needs "
+            "lora_rank > 0, value_model=shared or detached, and rollout=decoder or generate",
+        ),
+        (
+            config.precision == "fp16" and (config.param_dtype != "float32" or full_kl_in_loss),
+            "precision=fp16 scales gradients of fp32 weights before they are computed, so it "
+            "needs param_dtype=float32 and another kl_loss_estimator than full",
+        ),
+        (
+            config.critic_only_epochs < 0,
+            "critic_options: epochs includes the epochs of the policy: expected at least "
+            f"ppo_epochs, {config.ppo_epochs}, got {config.critic.epochs}",
+        ),
+        (
+            warms_up and not config.is_used("vf_coef"),
+            "value_warmup_iterations trains only the value function, so vf_coef must be > 0",
+        ),
+        (
+            warms_up
+            and is_auto
+            and config.value_learning_rate is None
+            and not config.fits_value_head,
+            "value_warmup_iterations needs value_learning_rate with learning_rate=auto, which is "
+            "adapted while the policy trains",
+        ),
+        (
+            config.fits_value_head and config.value_clip is not None,
+            "value_clip clips the value loss, which a head in closed form does not have: use "
+            "value_head=gradient",
+        ),
+        (
+            is_critic_free and (config.is_used("vf_coef") or config.value_model != "shared"),
+            f"vf_coef must be 0 and value_model=shared with advantage={advantage}, which has no "
+            "value function",
+        ),
+        (
+            is_group and config.samples_per_prompt < 2,
+            f"samples_per_prompt must be at least 2 with advantage={advantage}, which compares "
+            "responses to one prompt",
+        ),
+        (
+            advantage == "group" and config.whiten_advantages,
+            "whiten_advantages must be false with advantage=group, which normalizes the samples "
+            "of each prompt",
+        ),
+        (
+            config.dynamic_sampling and not (is_group or "advantage" in config.own_functions),
+            "dynamic_sampling is for advantages that compare responses to one prompt: rloo, "
+            f"group, or a function, got advantage={advantage}",
+        ),
+        (
+            config.bootstrap_truncated and advantage not in ("gae", "turn_gae"),
+            f"bootstrap_truncated is for advantage=gae or turn_gae; {advantage} uses complete "
+            "returns",
+        ),
+        (
+            config.steps_per_iteration == 1
+            and (is_penalty or is_auto or config.early_stop_kl is not None),
+            "learning_rate=auto, objective=penalty and early_stop_kl measure the KL between the "
+            "optimizer steps of an iteration, so ppo_epochs · minibatches must be > 1",
+        ),
+        (
+            is_penalty and (kl_in_loss or is_auto),
+            "objective=penalty adapts a KL in the loss, so kl_loss_coef must be 0 and "
+            "learning_rate a number; use kl_coef for a KL to the reference",
+        ),
+        (
+            objective not in CLIPPED_SURROGATES and config.dual_clip is not None,
+            f"dual_clip must be none with objective={objective}, which has no clipped surrogate",
+        ),
+        (
+            "objective" in config.own_functions and full_kl_in_loss,
+            "kl_loss_estimator=full is fused with the built-in objectives: use another estimator "
+            f"with objective={objective}",
+        ),
+        (
+            config.kl_loss_estimator.endswith(BY_RATIO) and objective == "gspo",
+            f"kl_loss_estimator={config.kl_loss_estimator} needs the ratios of tokens, and "
+            "objective=gspo has ratios of responses",
+        ),
+        (
+            config.kl_controller != "fixed" and "kl_coef" in config.scheduled,
+            f"kl_coef has a schedule and kl_controller={config.kl_controller}: use one of them",
+        ),
+        (
+            config.reference_refresh and config.reference_model is not None,
+            "reference_refresh replaces reference_model by the policy, whose architecture may "
+            "differ: use one of them",
+        ),
+        (
+            config.reference_refresh == 1 and config.is_used("kl_coef"),
+            "reference_refresh=1 makes the KL of a rollout to the reference 0, so kl_coef must be "
+            "0; use kl_loss_coef for a KL in the loss",
+        ),
+        (
+            config.importance.endswith("mask") and (config.importance_cap or math.inf) <= 1,
+            f"importance={config.importance} keeps ratios from 1/importance_cap to "
+            f"importance_cap, so importance_cap must be > 1, got {config.importance_cap}",
+        ),
+        (
+            config.async_steps
+            and (
+                config.rollout in ("generate", "vllm")
+                or config.is_set("solved_reward")
+                or config.dynamic_sampling
+            ),
+            "async_steps=1 generates the next batch during the update, before the scores of this "
+            "one, so it needs rollout=decoder or server, and neither solved_reward nor "
+            "dynamic_sampling",
+        ),
+        (config.async_steps and config.environment, ASYNC_NEEDS_ONE_TURN),
+        (config.is_used("ptx_coef") and not config.ptx_data, "ptx_coef > 0 needs ptx_data"),
+        (
+            not best or (best.startswith("eval/") and not config.eval_prompts),
+            "checkpoint_best must name a metric, such as `reward` or `min:kl`, or `eval/reward` "
+            f"with eval_prompts, got {config.checkpoint_best!r}",
+        ),
+    ]
 
 
 def check_names(config: PPOConfig) -> None:
@@ -233,312 +392,8 @@ def check_names(config: PPOConfig) -> None:
     for option in FUNCTIONS:
         _, built_in = inner_type(PPOConfig.types()[option])
         if option not in config.own_functions:
-            choices = (*built_in, "file.py:function", "package.module:function")
+            choices = (*built_in, "file.py:name", "package.module:name")
             scalars.choice(option, getattr(config, option), choices)
-
-
-def check_batches(config: PPOConfig) -> None:
-    """Raise ValueError if a rollout batch cannot be divided."""
-    if config.rollout_batch_size % config.minibatches:
-        raise ValueError(
-            f"rollout_batch_size must be a multiple of minibatches, got "
-            f"{config.rollout_batch_size} and {config.minibatches}"
-        )
-    if config.rollout_batch_size % config.samples_per_prompt:
-        raise ValueError(
-            f"rollout_batch_size counts responses and must be a multiple of samples_per_prompt, "
-            f"got {config.rollout_batch_size} and {config.samples_per_prompt}"
-        )
-
-
-def check_models(config: PPOConfig) -> None:
-    """Raise ValueError for conflicting options of policy, reference and value function."""
-    if config.quantization != "none":
-        if config.lora_rank == 0 or config.value_model == "critic":
-            raise ValueError(
-                f"quantization={config.quantization} freezes the model's weights, so lora_rank "
-                "must be > 0 and value_model shared or detached"
-            )
-        if config.rollout in ("vllm", "server"):
-            raise ValueError(
-                f"quantization={config.quantization}: rollout={config.rollout} needs unquantized "
-                "weights; use rollout=decoder"
-            )
-    if config.precision == "fp16":
-        if config.param_dtype != "float32":
-            raise ValueError(
-                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32, "
-                f"got {config.param_dtype}"
-            )
-        if config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
-            raise ValueError(
-                "precision=fp16 needs the loss scale before the gradient is computed, which "
-                "kl_loss_estimator=full does not support"
-            )
-    config.have_effect_only(
-        "critic_model",
-        "critic_frozen",
-        "value_epochs",
-        where=config.value_model == "critic",
-        needs="value_model=critic",
-    )
-    if config.value_epochs is not None and config.value_epochs < config.ppo_epochs:
-        raise ValueError(
-            f"value_epochs includes the epochs of the policy: expected at least ppo_epochs, "
-            f"{config.ppo_epochs}, got {config.value_epochs}"
-        )
-    if config.value_warmup_iterations > 0 and not config.is_used("vf_coef"):
-        raise ValueError(
-            "value_warmup_iterations trains the value function only, so vf_coef must be > 0"
-        )
-    if config.fits_value_head and config.value_clip is not None:
-        raise ValueError(
-            "value_clip clips the value loss, which a head in closed form does not have: "
-            "value_clip must be none, or value_head gradient"
-        )
-    config.have_effect_only(
-        "value_learning_rate",
-        where=config.value_model == "critic" or not config.fits_value_head,
-        needs="value_model=critic or value_head=gradient",
-    )
-    lora = config.lora_rank > 0
-    config.have_effect_only("lora_alpha", "lora_target_modules", where=lora, needs="lora_rank > 0")
-    config.have_effect_only(
-        "vllm_tensor_parallel_size", where=config.rollout == "vllm", needs="rollout=vllm"
-    )
-
-
-def check_servers(config: PPOConfig) -> None:
-    """Raise ValueError for servers without `rollout=server`, or none with it."""
-    config.have_effect_only(
-        "rollout_urls", where=config.rollout == "server", needs="rollout=server"
-    )
-    if config.rollout != "server":
-        return
-    if not config.rollout_urls:
-        raise ValueError("rollout=server needs rollout_urls, such as http://localhost:8000")
-    for url in config.rollout_urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"rollout_urls: expected http://host:port, got {url}")
-
-
-def check_rewards(config: PPOConfig) -> None:
-    """Raise ValueError for wrong numbers of reward weights or ensemble members."""
-    if config.rewards and config.reward_weights is not None:
-        count = len(config.rewards)
-        allowed = [count, count + 1] if config.reward_ensemble else [count]
-        if len(config.reward_weights) not in allowed:
-            more = ", or one more for reward_ensemble" if config.reward_ensemble else ""
-            raise ValueError(
-                f"reward_weights must be as many as rewards, {count}{more}, got "
-                f"{len(config.reward_weights)}; the default is 1 each"
-            )
-    if len(config.reward_ensemble) == 1:
-        raise ValueError(
-            "reward_ensemble must be at least two reward models; a single one goes into rewards"
-        )
-    config.have_effect_only(
-        "reward_ensemble_by", where=config.reward_ensemble, needs="reward_ensemble"
-    )
-
-
-def check_objective(config: PPOConfig) -> None:
-    """Raise ValueError for conflicting options of the policy loss."""
-    scalars.check_dual_clip(config.dual_clip)
-    objective = config.objective
-    is_penalty = objective == "penalty"
-    if is_penalty and config.is_used("kl_loss_coef"):
-        raise ValueError(
-            "objective=penalty has a KL of its own in the loss, so kl_loss_coef must be 0; use "
-            "kl_coef for a KL to the reference"
-        )
-    if objective not in CLIPPED_SURROGATES and config.dual_clip is not None:
-        raise ValueError(
-            f"objective={objective} has no clipped surrogate, so dual_clip must be none"
-        )
-    if config.steps_per_iteration == 1 and (is_penalty or config.early_stop_kl is not None):
-        raise ValueError(
-            "objective=penalty and early_stop_kl measure the KL between the optimizer steps of an "
-            "iteration, so ppo_epochs · minibatches must be > 1"
-        )
-    is_own = "objective" in config.own_functions
-    if is_own and config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
-        raise ValueError(
-            "kl_loss_estimator=full is fused with the built-in objectives: expected another "
-            f"estimator for objective={objective}"
-        )
-    config.have_effect_only(
-        "clip_ratio",
-        "clip_ratio_high",
-        where=objective not in ("penalty", "sapo") and not is_own,
-        needs="an objective with a clip range: not penalty, sapo or a user-defined function",
-    )
-    config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
-
-
-def check_importance(config: PPOConfig) -> None:
-    """Raise ValueError for conflicting options of the importance weights."""
-    cap = config.importance_cap
-    floor = config.importance_floor
-    if cap is not None and floor is not None and floor >= cap:
-        raise ValueError(f"importance_floor must be below importance_cap, got {floor} and {cap}")
-    config.have_effect_only(
-        "importance_mode",
-        where=cap is not None or floor is not None,
-        needs="an importance_cap or an importance_floor",
-    )
-
-
-def check_async(config: PPOConfig) -> None:
-    """Raise ValueError for options without asynchronous rollouts."""
-    if not config.async_steps:
-        return
-    if config.rollout in ("generate", "vllm"):
-        raise ValueError(
-            f"async_steps=1 generates during the update, which rollout={config.rollout} does not "
-            "support: use decoder or server"
-        )
-    if config.environment:
-        raise ValueError(ASYNC_NEEDS_ONE_TURN)
-    for name in ("solved_reward", "dynamic_sampling"):
-        if config.is_set(name):
-            raise ValueError(
-                f"async_steps=1 chooses prompts before the scores that {name} needs: expected "
-                "one of them"
-            )
-
-
-def check_kl(config: PPOConfig) -> None:
-    """Raise ValueError for conflicting options of the KL to the reference."""
-    in_reward = config.is_used("kl_coef")
-    in_loss = config.is_used("kl_loss_coef")
-    is_controlled = config.kl_controller != "fixed"
-    if is_controlled and config.kl_coef == 0:
-        raise ValueError(
-            f"kl_controller={config.kl_controller} multiplies kl_coef: expected kl_coef > 0, got 0"
-        )
-    if is_controlled and "kl_coef" in config.scheduled:
-        raise ValueError(
-            f"kl_coef has a schedule and kl_controller={config.kl_controller}: expected one of them"
-        )
-    if config.reference_refresh > 0:
-        if not (in_reward or in_loss or config.reference_model):
-            raise ValueError(
-                "reference_refresh needs a reference: kl_coef or kl_loss_coef must be > 0"
-            )
-        if config.reference_model is not None:
-            raise ValueError(
-                "reference_refresh replaces reference_model by the policy, whose architecture may "
-                "differ: give one of them"
-            )
-        if config.reference_refresh == 1 and in_reward:
-            raise ValueError(
-                "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
-                "be 0; use kl_loss_coef for a KL in the loss"
-            )
-    if config.kl_loss_estimator.endswith(BY_RATIO) and config.objective == "gspo":
-        raise ValueError(
-            f"kl_loss_estimator={config.kl_loss_estimator} needs the ratios of tokens, and "
-            "objective=gspo has ratios of responses"
-        )
-    config.have_effect_only("kl_estimator", where=in_reward, needs="kl_coef > 0")
-    config.have_effect_only("kl_loss_estimator", where=in_loss, needs="kl_loss_coef > 0")
-    config.have_effect_only(
-        "kl_target", where=is_controlled, needs="kl_controller=adaptive or penalty"
-    )
-    config.have_effect_only(
-        "kl_horizon", where=config.kl_controller == "adaptive", needs="kl_controller=adaptive"
-    )
-
-
-def check_advantages(config: PPOConfig) -> None:
-    """Raise ValueError for options without an effect on these advantages."""
-    kind = config.advantage
-    is_gae = kind in ("gae", "turn_gae")
-    if config.bootstrap_truncated and not is_gae:
-        raise ValueError(f"advantage={kind} uses complete returns; bootstrap_truncated is for gae")
-    if kind in CRITIC_FREE and config.is_used("vf_coef"):
-        raise ValueError(f"advantage={kind} has no value function to train, so vf_coef must be 0")
-    if kind in CRITIC_FREE and config.value_model != "shared":
-        raise ValueError(
-            f"advantage={kind} has no value function, so value_model must be shared, at no cost"
-        )
-    if kind in ("rloo", "group") and config.samples_per_prompt < 2:
-        raise ValueError(
-            f"advantage={kind} compares responses to one prompt, so samples_per_prompt must be at "
-            "least 2"
-        )
-    if kind == "group" and config.whiten_advantages == "full":
-        raise ValueError(
-            "advantage=group normalizes the samples of each prompt, so whiten_advantages must be "
-            "none or variance"
-        )
-    is_grouped = kind in ("rloo", "group") or "advantage" in config.own_functions
-    config.have_effect_only(
-        "dynamic_sampling", where=is_grouped, needs="advantage=rloo, group or a function"
-    )
-    fixed_lam = is_gae and config.lam_alpha is None
-    config.have_effect_only("lam", where=fixed_lam, needs="advantage=gae and no lam_alpha")
-    config.have_effect_only("value_lam", where=is_gae, needs="advantage=gae")
-    config.have_effect_only("lam_alpha", where=kind == "gae", needs="advantage=gae")
-    config.have_effect_only("value_head", where=kind not in CRITIC_FREE, needs="a value function")
-
-
-def check_pretraining(config: PPOConfig) -> None:
-    """Raise ValueError for a PPO-ptx coefficient without text, or text without a coefficient."""
-    if config.is_used("ptx_coef") and not config.ptx_data:
-        raise ValueError("ptx_coef > 0 needs ptx_data")
-    if config.ptx_data and not config.is_used("ptx_coef"):
-        raise ValueError("ptx_data is given and ptx_coef is 0: expected both or neither")
-    config.have_effect_only(
-        "ptx_batch_size", "ptx_block_size", where=config.ptx_data, needs="ptx_data"
-    )
-
-
-def check_learning_rate(config: PPOConfig) -> None:
-    """Raise ValueError for options that a learning rate of `auto` excludes or needs."""
-    is_auto = config.learning_rate == "auto"
-    config.have_effect_only(
-        "lr_schedule", "warmup_steps", where=not is_auto, needs="a number for learning_rate"
-    )
-    config.have_effect_only("step_kl", where=is_auto, needs="learning_rate=auto")
-    if not is_auto:
-        return
-    if config.steps_per_iteration == 1:
-        raise ValueError(
-            "learning_rate=auto measures the KL between the optimizer steps of an iteration, so "
-            "ppo_epochs · minibatches must be > 1, or learning_rate a number"
-        )
-    if config.objective == "penalty":
-        raise ValueError(
-            "objective=penalty adapts its own coefficient to policy_kl_target, so learning_rate "
-            "must be a number"
-        )
-    has_rate = config.value_learning_rate is not None or config.fits_value_head
-    if config.value_warmup_iterations > 0 and not has_rate:
-        raise ValueError(
-            "learning_rate=auto adapts the rate while the policy trains, so "
-            "value_warmup_iterations needs value_learning_rate"
-        )
-
-
-def check_watching(config: PPOConfig) -> None:
-    """Raise ValueError for evaluations without prompts, and for unknown thresholds and trackers."""
-    config.have_effect_only(
-        "eval_interval", "eval_sampling", where=config.eval_prompts, needs="eval_prompts"
-    )
-    if config.checkpoint_best is not None and not config.checkpoint_best.removeprefix("min:"):
-        raise ValueError(
-            f"checkpoint_best must name a metric, such as `reward` or `min:kl`, got "
-            f"{config.checkpoint_best!r}"
-        )
-    if (config.checkpoint_best or "").removeprefix("min:").startswith("eval/"):
-        config.have_effect_only("checkpoint_best", where=config.eval_prompts, needs="eval_prompts")
-    for text in config.warn_if:
-        parse_threshold(text, "warn_if")
-    for text in config.stop_if:
-        parse_threshold(text, "stop_if")
-    config.check_sharing()
 
 
 def check_schedules(config: PPOConfig) -> None:
@@ -556,27 +411,15 @@ def check_schedules(config: PPOConfig) -> None:
 
 def check_processes(config: PPOConfig, count: int) -> None:
     """Raise ValueError for options without support for several processes."""
-    if count % config.vllm_tensor_parallel_size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size must divide the number of processes of torchrun: got "
-            f"{config.vllm_tensor_parallel_size} and {count}"
-        )
-    if count == 1:
-        return
-    if config.async_steps:
-        raise ValueError(f"{count} processes: async_steps=1 is for one process; use 0")
-    if config.rollout == "server":
-        raise ValueError(f"{count} processes: rollout=server is for one process; use vllm")
-    if config.precision == "fp16":
-        raise ValueError(
-            f"{count} processes: the loss scale of precision=fp16 follows the gradients of "
-            "one process; use bf16"
-        )
-    if config.quantization != "none":
-        raise ValueError(
-            f"{count} processes: the weights of quantization={config.quantization} cannot be "
-            "sharded; use none"
-        )
+    needs_one = {
+        "async_steps=1": config.async_steps,
+        "rollout=server": config.rollout == "server",
+        "precision=fp16": config.precision == "fp16",
+        f"quantization={config.quantization}": config.quantization != "none",
+    }
+    for option, is_set in needs_one.items():
+        if is_set and count > 1:
+            raise ValueError(f"{option} is for one process, got {count}")
 
 
 IDENTITY = (
@@ -588,9 +431,8 @@ IDENTITY = (
     "reference_refresh",
     "value_model",
     "critic_model",
-    "critic_frozen",
+    "critic_options",
     "value_head",
-    "value_epochs",
     "prompt_column",
     "split",
     "seed",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from fastppo.run.options import Options, option
+from fastppo.run.options import Options, option, read_mapping
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -13,11 +14,12 @@ class PolicyOptions(Options):
     """Policy."""
 
     model: str = option(
-        "", "Required. The SFT model, a directory or hub name; policy and reference start from it"
+        "",
+        "Required. Directory or hub name of the SFT model, from which policy and reference start",
     )
     quantization: Literal["none", "nf4"] = option(
         "none",
-        "Store the frozen weights under LoRA adapters in 4-bit NormalFloat (QLoRA); needs "
+        "Store the frozen weights under LoRA adapters in 4-bit NormalFloat (QLoRA), which needs "
         "bitsandbytes",
     )
 
@@ -27,11 +29,24 @@ class ReferenceOptions(Options):
     """Reference policy."""
 
     reference_model: str | None = option(
-        None, "Model of the KL penalty, a directory or hub name; default: `model`"
+        None, "Directory or hub name of the model for the KL penalty; default: `model`"
     )
     reference_refresh: int = option(
-        0, "Replace the reference by the policy every so many iterations; 0: never", minimum=0
+        0,
+        "Iterations after which the policy replaces the reference; 0 keeps the reference",
+        minimum=0,
+        needs="kl_coef or kl_loss_coef",
     )
+
+
+@dataclass(kw_only=True, frozen=True)
+class CriticOptions(Options):
+    """The keys of `critic_options`."""
+
+    epochs: int | None = option(
+        None, "Passes over each batch, ppo_epochs of them with the policy", minimum=1
+    )
+    frozen: Literal["none", "attention"] = option("none", "Part that is not trained")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -40,32 +55,37 @@ class ValueOptions(Options):
 
     value_model: Literal["shared", "detached", "critic"] = option(
         "shared",
-        "shared: a value head that trains the policy's trunk too; detached: a value head that does "
-        "not; critic: a separate model",
+        "shared: a value head whose loss also trains the policy's trunk; detached: a value head "
+        "whose loss does not; critic: a separate model",
     )
     critic_model: str | None = option(
         None,
-        "Initial model of value_model=critic: a reward model, a causal LM, or the "
+        "Model that the critic starts from: a reward model, a causal LM, or the "
         "value_function.safetensors of an earlier critic; default: the policy",
+        needs="value_model=critic",
     )
-    critic_frozen: Literal["none", "attention"] = option(
-        "none", "Frozen part of value_model=critic: nothing, or its attention (SAO)"
-    )
-    value_epochs: int | None = option(
+    critic_options: Mapping[str, Any] | None = option(
         None,
-        "Passes of value_model=critic over each batch, ppo_epochs of them with the policy; "
-        "default: ppo_epochs",
-        minimum=1,
+        "How the critic is trained, as a YAML mapping such as '{epochs: 2, frozen: attention}'. "
+        "epochs: passes over each batch, of which ppo_epochs also train the policy; frozen: none "
+        "or attention (SAO)",
+        needs="value_model=critic",
     )
     value_head: Literal["auto", "closed_form", "gradient"] = option(
         "auto",
-        "closed_form: ridge regression of the returns after each update; gradient: the optimizer; "
-        "auto: gradient for value_model=critic, else closed_form",
+        "closed_form fits the value head to the returns by ridge regression after each update; "
+        "gradient trains it with the optimizer; auto is gradient for a critic, else closed_form",
+        needs="advantage=gae/turn_gae/sequence/file.py:name",
     )
     value_warmup_iterations: int = option(
-        0, "First iterations that train the value function only", minimum=0
+        0, "Number of first iterations that train only the value function", minimum=0
     )
     vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
     value_clip: float | None = option(
-        None, "Largest change of a value per iteration, in reward units", above=0
+        None, "Clip the change of a value in an iteration to this range, in reward units", above=0
     )
+
+    @property
+    def critic(self) -> CriticOptions:
+        """The keys of `critic_options`."""
+        return read_mapping("critic_options", self.critic_options, CriticOptions)

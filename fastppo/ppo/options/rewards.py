@@ -15,39 +15,41 @@ class RewardOptions(Options):
 
     rewards: Sequence[str] = option(
         [],
-        "Required, except with a reference_model as a teacher. file.py:function, module:function, "
-        "a sequence-classification model, or an https:// URL",
+        "Required, except with a reference_model as a teacher. Each is file.py:function, "
+        "module:function, a sequence-classification model, or an https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
-        None, "One weight per reward, the ensemble's last; default: 1 each"
+        None, "Weight of each reward, and last of the ensemble; default: 1 each"
     )
-    monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
+    monitor_rewards: Sequence[str] = option([], "Rewards to log without training on them")
     reward_timeout: float | None = option(
         None,
-        "Time limit of a reward, seconds; default: none for a function, 60 for a URL. A function "
+        "Time limit of a reward in seconds; default: none for a function, 60 for a URL. A function "
         "with a limit is called in a thread, which keeps running after a timeout",
         above=0,
     )
     missing_eos_penalty: float | None = option(
         None,
-        "Subtracted from the score of a truncated response, in reward units",
+        "Penalty to subtract from the score of a truncated response, in reward units",
         minimum=0,
     )
     truncated: Literal["learn", "mask"] = option(
         "learn", "mask: leave truncated responses out of the loss"
     )
-    score_normalization: Literal["none", "running", "batch"] = option(
-        "none",
-        "running: divide scores by their running standard deviation; batch: whiten each batch",
+    score_normalization: Literal["none", "running"] = option(
+        "none", "running divides scores by the standard deviation of all scores so far"
     )
     score_clip: float | None = option(
-        None, "Clamp scores to ±this after normalization, in reward units", above=0
+        None, "Clip normalized scores to plus or minus this value", above=0
     )
     reward_ensemble: Sequence[str] = option(
-        [], "Reward models to combine into one reward, named `ensemble`"
+        [], "Reward models whose scores are combined into one reward, named `ensemble`"
     )
     reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
-        "mean", "mean, minimum, or lcb: mean − standard deviation"
+        "mean",
+        "Combine the scores of the ensemble by their mean, their minimum, or lcb, which is the "
+        "mean − the standard deviation",
+        needs="reward_ensemble",
     )
 
 
@@ -61,4 +63,9 @@ class TurnOptions(Options):
         "with tools), an agent chat:file.py:name, or an address such as "
         "openenv:http://localhost:8000",
     )
-    max_turns: int = option(8, "Most turns of a response, of max_new_tokens each", minimum=1)
+    max_turns: int = option(
+        8,
+        "Maximum number of turns in a response, each of at most max_new_tokens",
+        minimum=1,
+        needs="environment",
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from fastppo.run.options import Options, option
+from fastppo.ppo.options.engines import ENGINES
+from fastppo.run.options import Options, option, read_mapping
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
@@ -19,73 +20,94 @@ def check_stop_strings(strings: Sequence[str]) -> None:
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate", "vllm", "server"] = option(
+    rollout: str | Literal["decoder", "generate", "vllm", "server"] = option(
         "decoder",
-        "Sampler: FastPPO's decoder, Hugging Face generate, vLLM in this process, or vLLM servers "
-        "at rollout_urls",
+        "Engine that generates the responses: FastPPO's decoder, Hugging Face generate, vLLM in "
+        "this process, vLLM servers, or your class or function: file.py:Engine, "
+        "package.module:Engine",
     )
-    rollout_urls: Sequence[str] = option([], "Servers of rollout=server, such as http://host:8000")
-    rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
+    engine_options: Mapping[str, Any] | None = option(
+        None,
+        "Keyword arguments of the engine, as a YAML mapping such as '{batch_size: 32}', for vllm "
+        "'{gpu_memory_utilization: 0.4, tensor_parallel_size: 2}', for server "
+        "'{urls: [http://localhost:8000]}'",
+    )
+    rollout_batch_size: int = option(64, "Number of responses per iteration", minimum=1)
     samples_per_prompt: int = option(
-        1, "Responses to each prompt; rollout_batch_size counts them all", minimum=1
+        1, "Number of responses to each prompt; rollout_batch_size counts them all", minimum=1
     )
     dynamic_sampling: int = option(
         0,
-        "Rounds in which prompts whose samples all have the same reward are replaced; for rloo "
-        "and group",
+        "Maximum number of rounds that replace prompts whose samples all have the same reward, for "
+        "advantage=rloo and group; 0 disables it",
         minimum=0,
     )
-    generate_batch_size: int | None = option(
-        None, "Sequences generated at once; default: the whole rollout batch", minimum=1
-    )
-    max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
-    temperature: float = option(1.0, "Temperature of sampling and of the loss", above=0)
-    top_k: int = option(0, "Sample from the k most likely tokens, tokens; 0: all", minimum=0)
+    max_new_tokens: int = option(128, "Maximum length of a response in tokens", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature, which the loss uses too", above=0)
+    top_k: int = option(0, "Top-k sampling; 0 disables it", minimum=0)
     top_p: float = option(
         1.0,
-        "Sample from the smallest set of tokens with this probability; 1: all",
+        "Top-p (nucleus) sampling; 1 disables it",
         above=0,
         maximum=1,
     )
     stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a response; default: the model's EOS tokens", minimum=0
+        None, "Token ids that end a response; default: the EOS tokens of the model", minimum=0
     )
     stop_strings: Sequence[str] = option(
-        [], "Texts that end a response, at the token that completes one"
-    )
-    vllm_gpu_memory_utilization: float = option(
-        0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
-    )
-    vllm_tensor_parallel_size: int = option(
-        1, "Neighboring processes that share one vLLM by tensor parallelism", minimum=1
+        [], "Strings that end a response, at the token that completes one"
     )
     async_steps: int = option(
         0,
-        "1: generate the next batch during the update, with the weights before it",
+        "1 generates the next batch during the update, with the weights before the update",
         minimum=0,
         maximum=1,
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
-        "Source of old logprobs and values: the sampler, or a forward pass; auto: the sampler "
-        "where both compute with the same weights in fp32",
+        "Take old logprobs and values from the sampler, or recompute them in a forward pass. auto "
+        "takes the sampler's if it computes with the policy's weights in fp32",
     )
-    importance_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = option(
-        "token_truncate",
-        "Importance weight against the sampler's distribution, per token or per response; beyond "
-        "its bounds it is clamped (truncate) or set to 0 (mask)",
+    importance: Literal["truncate", "mask", "sequence-truncate", "sequence-mask"] = option(
+        "truncate",
+        "Importance weight that corrects for a sampler that differs from the policy, per token or "
+        "per response (sequence-…). truncate clips it to importance_cap; mask sets it to 0 outside "
+        "[1/importance_cap, importance_cap]",
+        needs="importance_cap",
     )
     importance_cap: float | None = option(
-        2.0,
-        "Upper bound of the importance weight; with none, and no importance_floor, nothing is "
-        "corrected",
-        above=0,
+        2.0, "Upper bound of the importance weight; none disables the correction", above=0
     )
-    importance_floor: float | None = option(
-        None, "Lower bound of the importance weight; default: 0", above=0
-    )
+
+    @property
+    def importance_bounds(self) -> tuple[float, float] | None:
+        """Bounds of the importance weight; None without a correction."""
+        cap = self.importance_cap
+        if cap is None:
+            return None
+        return (1 / cap if self.importance.endswith("mask") else 0.0), cap
+
+    @property
+    def engine_keywords(self) -> dict[str, Any]:
+        """Keyword arguments of the engine, with the defaults of a built-in one.
+
+        Raises:
+            ValueError: a built-in engine does not take a key of `engine_options`, or its value.
+        """
+        given = dict(self.engine_options or {})
+        if self.rollout not in ENGINES:
+            return given
+        options = ENGINES[self.rollout]
+        passed_on = {}
+        if self.rollout == "vllm":  # the other keys are those of `vllm.LLM`
+            known = options.types()
+            passed_on = {key: given.pop(key) for key in [*given] if key not in known}
+        return passed_on | read_mapping("engine_options", given, options).to_dict()
+
+    @property
+    def generated_at_once(self) -> int:
+        """Most sequences that the engine generates at once, in all processes."""
+        return self.engine_keywords.get("batch_size") or self.rollout_batch_size
 
     @property
     def holds_cache(self) -> bool:

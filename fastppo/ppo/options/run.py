@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fastppo.run.options import Options, option
 
@@ -28,29 +29,32 @@ class WatchOptions(Options):
 
     warn_if: Sequence[str] = option(
         list(WARNINGS),
-        "Warn at these thresholds, such as 'kl > 50': any logged metric with >, >=, < or <=",
+        "Warn when a logged metric passes a threshold, such as 'kl > 50', with >, >=, < or <=",
     )
-    stop_if: Sequence[str] = option([], "Stop the run with a checkpoint at these thresholds")
+    stop_if: Sequence[str] = option(
+        [], "Stop the run with a checkpoint when a metric passes a threshold"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
 class RunOptions(Options):
     """Run."""
 
-    output_dir: str = option("runs/ppo", "Run directory")
+    output_dir: str = option("runs/ppo", "Directory of the run")
     seed: int = option(
         0, "Seed of sampling, shuffling and initialization", minimum=0, maximum=2**32 - 1
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     checkpoint_interval: int = option(
-        50, "Iterations between checkpoints; 0: only at the end", minimum=0
+        50, "Number of iterations between checkpoints; 0 writes one at the end only", minimum=0
     )
     checkpoint_best: str | None = option(
         None,
         "Also keep the checkpoint with the best mean of this metric since the previous one: "
         "`reward` for the highest, `min:kl` for the lowest",
     )
-    resume: bool = option(False, "Resume from the newest complete checkpoint of output_dir")
-    allow_config_change: bool = option(
-        False, "Resume although options, model, data or rewards have changed"
+    resume: bool | Literal["force"] = option(
+        False,
+        "Resume from the newest complete checkpoint of output_dir; force: although options, model, "
+        "data or rewards have changed",
     )

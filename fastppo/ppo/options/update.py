@@ -74,80 +74,99 @@ class Schedule(NamedTuple):
 class UpdateOptions(Options):
     """Update."""
 
-    iterations: int = option(100, "PPO iterations: a rollout, then an update", minimum=1)
-    ppo_epochs: int = option(4, "Epochs over each rollout batch", minimum=1)
-    minibatches: int = option(2, "Optimizer steps per epoch", minimum=1)
-    microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
+    iterations: int = option(
+        100, "Number of PPO iterations, each a rollout and an update", minimum=1
+    )
+    ppo_epochs: int = option(4, "Number of epochs over each rollout batch", minimum=1)
+    minibatches: int = option(2, "Number of minibatches, and optimizer steps, per epoch", minimum=1)
+    microbatch_size: int = option(
+        16, "Number of sequences per forward and backward pass", minimum=1
+    )
     microbatch_tokens: int | None = option(
         None,
-        "Tokens per forward and backward pass, padding included, instead of microbatch_size; a "
-        "longer sequence is a microbatch of its own",
+        "Number of tokens per forward and backward pass, padding included, instead of "
+        "microbatch_size. A longer sequence is a microbatch by itself",
         minimum=1,
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
-        "Concatenate the sequences of a microbatch instead of padding them; auto: on a GPU, if "
-        "both agree on a small batch",
+        "Concatenate the sequences of a microbatch instead of padding them. auto does so on a GPU "
+        "if both give the same logprobs on a small batch",
     )
     objective: (
         str | Literal["clip", "penalty", "cispo", "sapo", "gspo", "dis", "dppo_tv", "dppo_kl"]
     ) = option(
         "clip",
-        "clip: PPO; penalty: β·KL to the rollout policy with an adaptive β; cispo: the clipped "
-        "ratio weights the logprob; sapo: a soft gate; gspo: the clipped ratio of the response; "
-        "dis: no gradient from tokens outside the clip range; dppo_tv, dppo_kl: the range bounds "
-        "a divergence, not the ratio; or your function: file.py:function, package.module:function",
+        "Policy loss. clip is PPO's; penalty adds the KL to the rollout policy with an adaptive "
+        "weight; cispo weights the logprob by the clipped ratio; sapo has a soft gate; gspo clips "
+        "the ratio of the response; dis drops tokens outside the clip range; dppo_tv and dppo_kl "
+        "bound a divergence instead of the ratio; or your function: file.py:function, "
+        "package.module:function",
     )
     clip_ratio: float = option(
-        0.2, "ε: the ratio is clipped to [1 − ε, 1 + ε]", minimum=0, maximum=1
+        0.2,
+        "Clip range ε: the ratio is clipped to [1 − ε, 1 + ε]",
+        minimum=0,
+        maximum=1,
+        needs="objective=clip/cispo/gspo/dis/dppo_tv/dppo_kl",
     )
     clip_ratio_high: float | None = option(
-        None, "ε of the upper bound; default: clip_ratio", minimum=0
+        None,
+        "Upper clip range: the ratio is clipped at 1 + this value; default: clip_ratio",
+        minimum=0,
+        needs="objective=clip/cispo/gspo/dis/dppo_tv/dppo_kl",
     )
-    dual_clip: float | None = option(None, "c > 1: the loss is at most c·|A| where A < 0")
-    policy_kl_target: float = option(
-        0.01, "Target of objective=penalty: KL to the rollout policy, nats per token", above=0
+    dual_clip: float | None = option(
+        None, "Dual clip c > 1, which bounds the loss by c·|A| where A < 0"
     )
     early_stop_kl: float | None = option(
         None,
-        "End the update of an iteration when the KL to the rollout policy exceeds this, nats per "
-        "token",
+        "End the update of an iteration when the KL to the rollout policy exceeds this value, in "
+        "nats per token",
         above=0,
     )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss", minimum=0)
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = (
-        option("token-mean", "Reduction of the token losses")
+        option("token-mean", "How the losses of the tokens are reduced to one loss")
     )
     schedules: Sequence[str] = option(
         [],
-        "Coefficients that change over the run: name=linear:final or name=cosine:final, such as "
-        "entropy_coef=linear:0; entropy_coef=target:1.5 keeps the entropy at 1.5 nats per token",
+        "Coefficients that change over the run, as name=linear:final or name=cosine:final, such "
+        "as entropy_coef=linear:0. entropy_coef=target:1.5 holds the entropy at 1.5 nats per token",
     )
-    backend: Literal["auto", "triton", "cpu", "torch"] = option("auto", "Kernels of the losses")
+    backend: Literal["auto", "triton", "cpu", "torch"] = option(
+        "auto", "Kernels that compute the losses"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
 class KLOptions(Options):
     """KL to the reference."""
 
-    kl_coef: float = option(0.05, "β: weight of the KL penalty in the reward, per nat", minimum=0)
+    kl_coef: float = option(0.05, "Weight β of the KL penalty in the reward, per nat", minimum=0)
     kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
-        "k1", "Estimator of the KL in the reward; full: exact"
+        "k1", "Estimator of the KL in the reward; full is exact", needs="kl_coef"
     )
     kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
         "fixed",
-        "Controller of β: fixed, adaptive (Ziegler et al. 2019), or penalty (doubling and halving, "
-        "Schulman et al. 2017); β is constant during value_warmup_iterations",
+        "How β changes: fixed, adaptive (Ziegler et al. 2019), or penalty, which doubles and "
+        "halves it (Schulman et al. 2017). β is constant during value_warmup_iterations",
+        needs="kl_coef",
     )
-    kl_target: float = option(6.0, "Target KL of the controller, nats per sequence", above=0)
-    kl_horizon: float = option(10_000.0, "Horizon of the adaptive β, sequences", above=0)
+    kl_target: float = option(
+        6.0,
+        "Target KL of the controller, in nats per sequence",
+        above=0,
+        needs="kl_controller=adaptive/penalty",
+    )
     kl_loss_coef: float = option(
-        0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
+        0.0, "Weight of the KL to the reference in the loss, per nat", minimum=0
     )
     kl_loss_estimator: Literal["k1", "k2", "k3", "k1_by_ratio", "k3_by_ratio", "full"] = option(
         "k3",
-        "Estimator of the KL in the loss; by_ratio: weighted by the ratio, unbiased after several "
-        "steps; full: exact, with the reference in the update",
+        "Estimator of the KL in the loss. by_ratio weights it by the ratio, which makes it "
+        "unbiased after several steps; full is exact and runs the reference in the update",
+        needs="kl_loss_coef",
     )
 
 
@@ -155,27 +174,38 @@ class KLOptions(Options):
 class AdvantageOptions(Options):
     """Advantages."""
 
-    gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
-    lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
+    gamma: float = option(1.0, "Discount factor per token", minimum=0, maximum=1)
+    lam: float = option(
+        0.95,
+        "λ of GAE per token",
+        minimum=0,
+        maximum=1,
+        needs="advantage=turn_gae or advantage=gae and lam_alpha=none",
+    )
     advantage: str | Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
-        "gae; turn_gae: GAE over turns; sequence: R − V(prompt) for every token; without a value "
-        "function: reinforce: reward to go; rloo: R − mean of the prompt's other samples; group: "
-        "GRPO's (R − mean)/(std + 1e-4) over the prompt's samples; or your function: "
-        "file.py:function, package.module:function",
+        "Advantage estimator. gae; turn_gae is GAE over turns; sequence is R − V(prompt) for every "
+        "token. Without a value function: reinforce is the reward to go; rloo is R − the mean of "
+        "the prompt's other samples; group is GRPO's (R − mean)/(std + 1e-4) over the prompt's "
+        "samples. Or your function: file.py:function, package.module:function",
     )
     lam_alpha: float | None = option(
         None,
-        "α: λ = max(0, 1 − 1/(α·length)) for each response, instead of lam; 0 for up to 1/α tokens",
+        "Use λ = max(0, 1 − 1/(α·length)) for each response instead of lam, with this α",
         above=0,
+        needs="advantage=gae",
     )
     value_lam: float | None = option(
-        None, "λ of the value function's returns; default: lam", minimum=0, maximum=1
-    )
-    whiten_advantages: Literal["full", "variance", "none"] | None = option(
         None,
-        "full: mean 0 and variance 1; variance: scale only; none. advantage=group chooses none by "
-        "itself",
+        "λ of the returns that the value function learns; default: lam",
+        minimum=0,
+        maximum=1,
+        needs="advantage=gae/turn_gae",
+    )
+    whiten_advantages: bool | None = option(
+        None,
+        "Normalize the advantages of a batch to mean 0 and variance 1; default: true, and false "
+        "for advantage=group",
     )
     bootstrap_truncated: bool = option(
         False, "Bootstrap truncated responses from their last value instead of 0"
@@ -187,33 +217,43 @@ class OptimizerOptions(Options):
     """Optimizer."""
 
     learning_rate: float | Literal["auto"] = option(
-        "auto", "Peak learning rate; auto: adapted to step_kl after every update", above=0
+        "auto", "Peak learning rate; auto adapts it to step_kl after every update", above=0
     )
     step_kl: float | None = option(
         None,
-        "Target of learning_rate=auto: KL of an update to the rollout policy, nats per token; "
-        "default: 0.025 for a rollout_batch_size of 64, growing with its square root up to 0.05; "
-        "the target falls with the policy's entropy",
+        "Target KL of an update to the rollout policy, in nats per token. The default is 0.025 for "
+        "a rollout_batch_size of 64 and grows with its square root up to 0.05. The target falls "
+        "with the policy's entropy",
         above=0,
+        needs="learning_rate=auto",
     )
     value_learning_rate: float | None = option(
         None,
-        "Peak learning rate of the value head, or of all of value_model=critic; default: "
-        "learning_rate, ten times that for a critic; also with auto",
+        "Peak learning rate of the value head, or of the whole critic; default: learning_rate, and "
+        "ten times that for a critic",
         minimum=0,
+        needs="value_model=critic or value_head=gradient",
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", "Learning rate after warmup: constant, or decay to 0 over the run"
+        "constant",
+        "Schedule of the learning rate after the warmup: constant, or a decay to 0 over the run",
+        needs="learning_rate!=auto or value_learning_rate",
     )
-    warmup_steps: int = option(0, "Linear warmup, optimizer steps", minimum=0)
+    warmup_steps: int = option(
+        0,
+        "Number of optimizer steps of linear warmup",
+        minimum=0,
+        needs="learning_rate!=auto or value_learning_rate",
+    )
     optimizer: str | Literal["adamw"] = option(
         "adamw",
-        "adamw, or a class or function over parameter groups: package.module:Name or "
+        "adamw, or a class or function that takes parameter groups, as package.module:Name or "
         "file.py:name, such as torchao.optim:AdamW8bit",
     )
     optimizer_options: Mapping[str, Any] | None = option(
-        None, "Keyword arguments of the optimizer, a YAML mapping such as '{eps: 1.0e-6}'"
+        None, "Keyword arguments of the optimizer, as a YAML mapping such as '{eps: 1.0e-6}'"
     )
-    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
-    adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
-    max_grad_norm: float = option(1.0, "Clip gradients to this norm", above=0)
+    weight_decay: float = option(0.0, "Weight decay of matrices", minimum=0)
+    max_grad_norm: float = option(
+        1.0, "Maximum norm of the gradients, to which they are clipped", above=0
+    )

@@ -45,11 +45,13 @@ from fastppo_kernels.torch.rows import CHUNK_ELEMENTS
 from torch import Tensor, nn
 
 from fastppo.data.batch import Batch
+from fastppo.data.text import block_tokens
 from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
 from fastppo.models.trunk import hidden_states, last_states, layers_of
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.engines import ENGINES
 from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
@@ -136,7 +138,7 @@ class Run:
     def generated_at_once(self) -> int:
         """Sequences generated at once."""
         rows = self.share(self.config.rollout_batch_size)
-        return min(self.config.generate_batch_size or rows, rows)
+        return min(self.config.generated_at_once, rows)
 
 
 def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
@@ -192,6 +194,8 @@ class Process:
                 "not counted: with async_steps, a copy of the policy and its KV cache during the "
                 "update"
             )
+        if run.config.rollout not in ENGINES:
+            self.notes.append(f"not counted: rollout={run.config.rollout}")
         if run.config.optimizer != "adamw":
             self.notes.append(f"optimizer={run.config.optimizer} is counted as AdamW")
         # Real tensors, since their lengths are read.
@@ -291,7 +295,7 @@ class Process:
 
         This loss computes its logits twice, and needs a gradient buffer of their size.
         """
-        ids = torch.zeros(self.rows_of_text(), self.config.ptx_block_size, dtype=torch.int64)
+        ids = torch.zeros(self.rows_of_text(), block_tokens(self.run.context), dtype=torch.int64)
         before = self.live.bytes
         with self.policy.autocast():
             text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
@@ -299,7 +303,7 @@ class Process:
 
     def rows_of_text(self) -> int:
         """Return the sequences of a PPO-ptx microbatch."""
-        fitting = self.config.limits().count(self.config.ptx_block_size)
+        fitting = self.config.limits().count(block_tokens(self.run.context))
         return min(fitting, self.run.share(self.config.ptx_batch_size))
 
     @property
@@ -350,7 +354,8 @@ class Process:
         """Return vLLM's share of the device, in bytes, if it is in the process."""
         if self.config.rollout != "vllm":
             return {}
-        return {"vLLM": int(self.config.vllm_gpu_memory_utilization * (self.run.memory or 0))}
+        share = self.config.engine_keywords["gpu_memory_utilization"]
+        return {"vLLM": int(share * (self.run.memory or 0))}
 
     def lasting(self) -> dict[str, int]:
         """Return the parts that last for the whole run, in bytes."""
@@ -376,7 +381,7 @@ class Process:
         tokens = self.run.microbatch * self.config.max_new_tokens
         buffers = self.loss_buffers
         if self.config.is_used("ptx_coef"):
-            tokens = max(tokens, self.rows_of_text() * self.config.ptx_block_size)
+            tokens = max(tokens, self.rows_of_text() * block_tokens(self.run.context))
             buffers = 2
         rows = self.rows_of_chunk(tokens, buffers=buffers)
         return (buffers - in_use) * rows * len(self.policy.head.weight) * self.dtype.itemsize

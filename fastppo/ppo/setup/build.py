@@ -32,6 +32,7 @@ from fastppo.ppo.setup.preflight import (
     replaced_prompts,
 )
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy, make_reference
+from fastppo.ppo.setup.user_engine import make_user_engine
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardTerm
 from fastppo.rewards.scorer import Scorer
@@ -85,8 +86,14 @@ def build(
     policy = models.policy
     # Sets policy.packing.
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
+    functions = {name: term.function for name, term in inputs.functions.items()}
+    engine = given.engine
+    if engine is None and "rollout" in functions:
+        engine = make_user_engine(
+            config, functions["rollout"], policy=policy, tokenizer=inputs.tokenizer
+        )
     engine, engine_note = choose_engine(
-        config, given.engine, policy=policy, tokenizer=inputs.tokenizer, world=world, say=say
+        config, engine, policy=policy, tokenizer=inputs.tokenizer, world=world, say=say
     )
     if world.size > 1:
         models.shard(world)
@@ -99,7 +106,6 @@ def build(
         options=calls,
         world=world,
     )
-    functions = {name: term.function for name, term in inputs.functions.items()}
     set_seed(config.seed)  # how many numbers were drawn depends on the number of ranks
     return Parts(
         device=device,
@@ -193,31 +199,29 @@ def choose_engine(
     """Return the rollout engine, and a sentence if it is a fallback.
 
     Args:
-        engine: an engine passed to `PPOTrainer`.
+        engine: the user's engine; None for a built-in one.
         say: takes a sentence for the user.
 
     Raises:
         ValueError: `async_steps` with an engine without asynchronous generation.
     """
     note = None
+    options = config.engine_keywords
     if engine is not None:
         chosen = as_engine(engine)
     elif config.rollout == "vllm":
         chosen = VLLMEngine(
             policy,
             tokenizer,
-            batch_size=config.generate_batch_size,
-            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-            tensor_parallel_size=config.vllm_tensor_parallel_size,
             world=world,
+            **options,
         )
     elif config.rollout == "server":
         chosen = ServerEngine(
-            config.rollout_urls,
             policy,
             Path(config.output_dir) / "rollout_weights",
-            batch_size=config.generate_batch_size,
             say=say,
+            **options,
         )
     else:
         decoded = frozen_copy(policy) if config.async_steps else policy
@@ -226,7 +230,7 @@ def choose_engine(
             decoded,
             tokenizer,
             pad_token_id(tokenizer, policy.causal_lm),
-            batch_size=config.generate_batch_size,
+            **options,
             final_values=config.bootstrap_truncated,
             # transformers compiles the model, and FSDP gathers weights at other addresses.
             static_cache=policy.device.type == "cuda" and world.size == 1,

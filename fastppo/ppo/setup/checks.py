@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
+from fastppo.environments.turns import OneTurn
 from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
@@ -15,6 +16,7 @@ from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
@@ -67,7 +69,9 @@ def self_check(ppo: PPO) -> None:
             sampling=ppo.parts.sampling,
             fresh_reference=fresh_reference,
         )
-    for sentence in [*odd_options(ppo.config), *busy_cpu(ppo.parts.device)]:
+    passed = [] if isinstance(ppo.parts.episode_runner, OneTurn) else ["environment"]
+    warnings = [*unused(ppo.config, passed), *odd_options(ppo.config)]
+    for sentence in [*warnings, *busy_cpu(ppo.parts.device)]:
         ppo.reporter.say(sentence, "yellow")
 
 

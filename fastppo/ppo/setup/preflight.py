@@ -24,7 +24,7 @@ from fastppo.data.addresses import is_address, load_prompts
 from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, column_names, load_rows
-from fastppo.data.text import PretrainingText
+from fastppo.data.text import PretrainingText, block_tokens
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
@@ -34,6 +34,7 @@ from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_co
 from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
 from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
+from fastppo.ppo.setup.user_engine import check_user_engine
 from fastppo.rewards.calling import CallOptions, keywords_for
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import URL, make_terms, match_function
@@ -141,14 +142,18 @@ class RunInputs:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of tokenizer, data, rewards, environment and functions, by option."""
+        """Fingerprints of tokenizer, data, rewards, environment and functions, by option.
+
+        A run may resume with another engine, which samples from the same policy.
+        """
         fingerprints = {"tokenizer": fingerprint.of_tokenizer(self.tokenizer)}
         if self.prompts is not None:
             fingerprints["prompts"] = self.prompts.fingerprint()
         if self.pretraining is not None:
             blocks = self.pretraining.blocks
             fingerprints["ptx_data"] = fingerprint.of_weights([("blocks", blocks)])
-        fingerprints |= {name: term.fingerprint for name, term in self.functions.items()}
+        functions = {name: term for name, term in self.functions.items() if name != "rollout"}
+        fingerprints |= {name: term.fingerprint for name, term in functions.items()}
         return fingerprints | self.rewards.fingerprints
 
 
@@ -181,6 +186,8 @@ def preflight(
     policy_context, context = read_contexts(config, given)
     check_packages(config)
     functions = load_functions(config, given.own_functions, has_ref=given.reference is not None)
+    if "rollout" in functions and given.engine is None:
+        check_user_engine(config, functions["rollout"].function)
     own_optimizer = functions.get("optimizer")
     check_optimizer(config, None if own_optimizer is None else own_optimizer.function)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
@@ -259,8 +266,9 @@ def read_contexts(config: PPOConfig, given: Given) -> tuple[int | None, int | No
         configs.append(given.reference.config)
     elif config.reference_model:
         configs.append(causal_lm_config(config.reference_model, "reference_model"))
-    if config.critic_model and not config.critic_model.endswith(".safetensors"):
-        configs.append(model_config(config.critic_model, "critic_model"))
+    critic = config.initial_critic
+    if critic and not critic.endswith(".safetensors"):
+        configs.append(model_config(critic, "critic_model"))
     contexts = [context_of(each) for each in configs]
     return contexts[0], min((known for known in contexts if known is not None), default=None)
 
@@ -287,8 +295,8 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
 def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:
     """Raise ValueError if reference or critic have another vocabulary than the policy."""
     policy_tokens = tokenizer.get_vocab()
-    for option in ("reference_model", "critic_model"):
-        name = getattr(config, option)
+    names = {"reference_model": config.reference_model, "critic_model": config.initial_critic}
+    for option, name in names.items():
         if not name or name.endswith(".safetensors"):
             continue
         tokens = load_tokenizer(name, option).get_vocab()
@@ -308,17 +316,12 @@ def load_pretraining(
         context: of the policy, tokens.
 
     Raises:
-        ValueError: a block is longer than the context.
         DataError: the rows cannot be used.
     """
-    if not config.ptx_data:
+    if not config.is_used("ptx_coef"):
         return None
-    if context is not None and config.ptx_block_size > context:
-        raise ValueError(
-            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
-        )
     rows = load_rows(config.ptx_data, config.split)
-    return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
+    return PretrainingText(rows, tokenizer, block_tokens(context), source=config.ptx_data)
 
 
 # ------------------------------------------------------------------------------------- the rewards
@@ -360,7 +363,7 @@ def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -
         device: device of the reward models; None leaves them out.
 
     Raises:
-        ValueError: one does not exist; `max_turns` is set without an environment.
+        ValueError: one does not exist.
     """
 
     def load(rewards: Iterable[str | Reward], weights: Any = None) -> list[RewardTerm]:
@@ -383,7 +386,6 @@ def load_rewards(config: PPOConfig, given: Given, device: torch.device | None) -
             "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
         )
     environment = load_environment(given.environment or config.environment)
-    config.have_effect_only("max_turns", where=environment, needs="environment")
     if environment is not None and config.async_steps:
         raise ValueError(ASYNC_NEEDS_ONE_TURN)
     return RewardTerms(

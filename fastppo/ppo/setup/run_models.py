@@ -124,7 +124,7 @@ def make_value_function(
     if config.value_model == "detached":
         return DetachedValue(trunk, width)
     critic = make_critic(causal_lm, config, loader)
-    if config.critic_frozen == "attention":
+    if config.critic.frozen == "attention":
         freeze_attention(critic.trunk)
     return critic
 

@@ -15,6 +15,7 @@ from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.checks import odd_options
 from fastppo.ppo.setup.preflight import MADE_UP, RunInputs, replaced_prompts
 from fastppo.run.directory import holds_run
+from fastppo.run.options import unused
 
 EXCERPT = 300
 """Longest text in full, in characters."""
@@ -88,7 +89,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
     ]
     if holds_run(config.output_dir) and not config.resume:
         lines.append(("", "it holds a run already: resume it, or choose another output_dir"))
-    lines += [("warning", sentence) for sentence in odd_options(config)]
+    lines += [("warning", sentence) for sentence in [*unused(config), *odd_options(config)]]
     default = PPOConfig().to_dict()
     shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
     changed = [

@@ -22,7 +22,6 @@ ROWS = 12
 COLUMNS = {
     "reward": "reward",
     "eval/reward": "held-out reward",
-    "eval/greedy/reward": "held-out reward, greedy",
     "kl": "KL, nats",
     "entropy": "entropy, nats",
     "response_length": "response length, tokens",

@@ -6,14 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from fastppo.run.report.panels import GROUPS, LABELS, OVERVIEW, Panel
-from fastppo.run.report.summary import is_greedy
 
 SPAN_RATIO = 4.0
 """Rewards whose ranges differ by more than this factor get separate axes."""
-
-
-COPIES = ("eval/reward", "eval/reward_error")
-"""Copies of the metrics under eval/greedy/, if all evaluations are greedy."""
 
 
 class Run(NamedTuple):
@@ -49,8 +44,7 @@ def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any
     """Return the records, with the evaluation before training as a record of its own.
 
     It is the first record and precedes iteration 0. Its metrics begin with eval/ instead of
-    before/, like those of later evaluations. If all evaluations are greedy, eval/reward is a copy
-    of eval/greedy/reward and left out.
+    before/, like those of later evaluations.
     """
     first = {name: x for name, x in records[0].items() if not name.startswith("before/")}
     initial = {
@@ -58,14 +52,9 @@ def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any
         for name, value in records[0].items()
         if name.startswith("before/")
     }
-    if initial:
-        records = [{"iteration": first["iteration"] - 1, **initial}, first, *records[1:]]
-    return [
-        {name: x for name, x in record.items() if name not in COPIES}
-        if is_greedy(record)
-        else record
-        for record in records
-    ]
+    if not initial:
+        return records
+    return [{"iteration": first["iteration"] - 1, **initial}, first, *records[1:]]
 
 
 def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, float]]]:

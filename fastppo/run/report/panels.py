@@ -22,7 +22,7 @@ GROUPS = (
     (
         OVERVIEW,
         (
-            Panel("Reward", "reward", ("reward", "eval/reward", "eval/greedy/reward")),
+            Panel("Reward", "reward", ("reward", "eval/reward")),
             Panel("KL to the reference", "nats per sequence", ("kl",)),
             Panel(
                 "Critic",
@@ -37,13 +37,8 @@ GROUPS = (
         "Reward",
         (
             Panel("Rewards", "unweighted", (), ("reward/",)),
-            Panel("Held-out rewards", "unweighted", (), ("eval/reward/", "eval/greedy/reward/")),
-            Panel(
-                "Monitored held-out rewards",
-                "unweighted",
-                (),
-                ("eval/monitor/", "eval/greedy/monitor/"),
-            ),
+            Panel("Held-out rewards", "unweighted", (), ("eval/reward/",)),
+            Panel("Monitored held-out rewards", "unweighted", (), ("eval/monitor/",)),
             Panel(
                 "Correlation with the gold reward",
                 "correlation over responses",

@@ -186,11 +186,10 @@ def first_and_last(records: list[dict[str, Any]]) -> list[tuple[str, float, floa
     """
     rows = []
     evaluated = with_initial_evaluation(records)
-    for mode in ("eval/", "eval/greedy/"):
-        for name in (f"{mode}reward", *with_prefix(evaluated, f"{mode}monitor/")):
-            values = [record[name] for record in evaluated if name in record]
-            if len(values) > 1:
-                rows.append((name, values[0], values[-1]))
+    for name in ("eval/reward", *with_prefix(evaluated, "eval/monitor/")):
+        values = [record[name] for record in evaluated if name in record]
+        if len(values) > 1:
+            rows.append((name, values[0], values[-1]))
     names = [
         "reward",
         *with_prefix(records, "monitor/"),

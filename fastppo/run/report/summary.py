@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -61,8 +61,7 @@ class Change:
 def summarize(records: Records) -> str:
     """Return a sentence with the change of the reward and of the monitored rewards, and the KL.
 
-    It uses the held-out rewards if there are any, and the training rewards otherwise. Greedy
-    responses often stay the same while the sampled ones improve; then both changes are given.
+    It uses the held-out rewards if there are any, and the training rewards otherwise.
 
     Args:
         records: of metrics.jsonl, at least one. An incomplete iteration has no reward.
@@ -81,10 +80,7 @@ def summarize(records: Records) -> str:
     if held_out and "before/reward_error" in records[0]:
         last = held_out[-1]
         changes = _held_out_changes(records[0], last)
-        if is_greedy(last) and not changes[0].exceeds_noise and trained.exceeds_noise:
-            changes.insert(0, replace(trained, of="training reward (sampled)"))
-        elif kls:  # greedy responses have no KL
-            kl = last.get("eval/kl", kl)
+        kl = last.get("eval/kl", kl)
     elif len(rewards) == 1:
         return f"Reward {rewards[0]:.3g} in the only iteration"
     else:
@@ -96,11 +92,6 @@ def summarize(records: Records) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def is_greedy(record: Metrics) -> bool:
-    """Return whether a record has only a greedy evaluation: eval_sampling=greedy."""
-    return "eval/greedy/reward" in record and "eval/response_length" not in record
-
-
 def _held_out_changes(first: Metrics, last: Metrics) -> list[Change]:
     """The changes of the reward and the monitored rewards since the evaluation before training.
 
@@ -108,14 +99,13 @@ def _held_out_changes(first: Metrics, last: Metrics) -> list[Change]:
         first: has the evaluation before training.
         last: has the last evaluation.
     """
-    mode = "greedy/" if is_greedy(last) else ""
     names = [
         "reward",
-        *(name.removeprefix("eval/") for name in last if name.startswith(f"eval/{mode}monitor/")),
+        *(name.removeprefix("eval/") for name in last if name.startswith("eval/monitor/")),
     ]
     return [
         Change(
-            of=_described(name, "held-out reward (greedy)" if mode else "held-out reward"),
+            of=_described(name, "held-out reward"),
             value=last[f"eval/{name}"] - first[f"before/{name}"],
             error=math.hypot(
                 last.get(f"eval/{_error_of(name)}", math.nan),

@@ -1,134 +1,253 @@
-"""Options of a run: conflicts, schedules, and derived values."""
+"""Options of a run: contradictions, options without an effect, schedules, derived values."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import re
+from dataclasses import fields, replace
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.generate_options import GenerateConfig
+from fastppo.ppo.options import config as config_module
+from fastppo.ppo.options.config import PPOConfig, contradictions
 from fastppo.ppo.options.run import WARNINGS
+from fastppo.run.former_names import FORMER_NAMES
+from fastppo.run.options import Options, inner_type, unused
 from fastppo.run.watch import parse_threshold
+from fastppo.stages.options import RewardModelConfig, SFTConfig
 
 K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
+CRITIC = {"value_model": "critic"}
+ONE_STEP = {"ppo_epochs": 1, "minibatches": 1}
+
+
+def _refusal(options: dict[str, Any]) -> str:
+    try:
+        PPOConfig(**options)
+    except ValueError as error:
+        return str(error)
+    pytest.fail(f"{options} is accepted")
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "name"),
     [
-        ({"kl_controller": "adaptve"}, "kl_controller must be one of fixed, adaptive, penalty"),
-        ({"report_to": ["mlflow"]}, "report_to must be one of wandb, got 'mlflow'"),
-        ({"adam_beta2": 2.0}, r"adam_beta2 must be in \[0, 1\]"),
-        ({"generate_batch_size": -1}, "generate_batch_size must be >= 1"),
-        ({"score_clip": -1.0}, "score_clip must be > 0"),
-        ({"reward_timeout": 0.0}, "reward_timeout must be > 0, got 0"),
-        ({"max_grad_norm": None}, "max_grad_norm must be a finite number, got None"),
-        ({"rollout": "server"}, "needs rollout_urls"),
-        ({"rollout_urls": ["http://a"]}, "rollout_urls has an effect only with rollout=server"),
-        ({"rollout": "server", "rollout_urls": ["a:8000"]}, "expected http://host:port, got a"),
-        ({"async_steps": 1, "rollout": "generate"}, "update, which rollout=generate does not"),
-        ({"async_steps": 1, "environment": "e.py:Game"}, "environment must be none"),
-        ({"async_steps": 1, "solved_reward": 1.0}, "before the scores that solved_reward needs"),
-        ({"objective": "penalty", "kl_loss_coef": 0.1}, "kl_loss_coef must be 0"),
-        ({"objective": "penalty", "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
-        ({"early_stop_kl": 0.1, "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
-        ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
-        ({"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]}, "clip_ratio has an eff"),
-        ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty, sapo or"),
-        ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
-        ({"importance_mode": "token_mask", "importance_cap": None}, "effect only with an import"),
-        ({"objective": "ppo"}, "dppo_kl, file.py:function, package.module:function, got 'ppo'"),
-        ({"objective": "a.py:f", "clip_ratio": 0.1}, "effect only with an objective with a clip"),
-        (
-            {"objective": "a.py:f", "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
-            "another estimator for objective=a.py:f",
-        ),
-        ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate"),
-        (K3_BY_RATIO | {"objective": "gspo"}, "needs the ratios of tokens"),
-        ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision=fp16 "),
-        (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision=fp16 "),
-        ({"quantization": "nf4"}, "freezes the model's weights, so lora_rank must be > 0"),
-        ({"quantization": "nf4", "lora_rank": 4, "value_model": "critic"}, "value_model shared or"),
-        ({"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"}, "vllm needs unquantized"),
-        ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
-        ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
-        ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
-        ({"kl_target": 2.0}, "effect only with kl_controller=adaptive or penalty"),
-        ({"lam": 0.9, "advantage": "sequence"}, "effect only with advantage=gae"),
-        ({"lora_alpha": 16.0}, "effect only with lora_rank > 0"),
-        ({"ptx_block_size": 16}, "effect only with ptx_data"),
-        ({"reference_refresh": 1}, "kl_coef must be 0"),
-        ({"value_warmup_iterations": 2, "vf_coef": 0}, "vf_coef must be > 0"),
-        ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip must be > 1"),
-        ({"schedules": ["clip_ratio=linear:-0.5"]}, r"clip_ratio must be in \[0, 1\], got -0.5"),
-        ({"clip_ratio": 2}, r"clip_ratio must be in \[0, 1\], got 2"),
-        ({"clip_ratio_high": -1}, "clip_ratio_high must be >= 0, got -1"),
-        ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
-        ({"objective": "penalty", "dual_clip": 3.0}, "dual_clip must be none"),
-        ({"reference_model": "x", "reference_refresh": 3}, "give one of them"),
-        ({"reference_refresh": 3, "kl_coef": 0}, "needs a reference"),
-        ({"critic_model": "x"}, "critic_model has an effect only with value_model=critic"),
-        ({"value_epochs": 4}, "value_epochs has an effect only with value_model=critic"),
-        ({"value_epochs": 3, "value_model": "critic"}, "at least ppo_epochs, 4, got 3"),
-        ({"value_clip": 0.2}, "value_clip must be none, or value_head gradient"),
-        ({"value_learning_rate": 1e-3}, "effect only with value_model=critic or value_head=grad"),
-        ({"advantage": "reinforce", "vf_coef": 0, "value_head": "gradient"}, "a value function"),
-        ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
-        ({"advantage": "group", "samples_per_prompt": 2}, "no value function to train, so vf_coef"),
-        ({"advantage": "rloo", "vf_coef": 0.0}, "samples_per_prompt must be at least 2"),
-        (
-            {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2}
-            | {"whiten_advantages": "full"},
-            "whiten_advantages must",
-        ),
-        ({"advantage": "reinforce", "vf_coef": 0.0, "value_model": "critic"}, "value_model must"),
-        ({"advantage": "sequence", "value_lam": 0.5}, "effect only with advantage=gae"),
-        ({"lam": 0.9, "lam_alpha": 0.05}, "effect only with advantage=gae and no lam_alpha"),
-        ({"ptx_coef": 1.0}, "ptx_coef > 0 needs ptx_data"),
-        ({"ptx_data": "x"}, "expected both or neither"),
-        ({"reward_ensemble": ["rm"]}, "at least two"),
-        ({"advantage": "turn_gae", "lam_alpha": 0.1}, "lam_alpha has an effect only with adv"),
-        ({"eval_interval": 3}, "effect only with eval_prompts"),
-        ({"eval_sampling": "both"}, "effect only with eval_prompts"),
-        ({"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"}, "expected one of"),
-        ({"schedules": ["kl_coef=linear:0", "kl_coef=linear:1"]}, "one name twice"),
-        ({"schedules": ["kl_coef=quadratic:0"]}, "must be one of constant, linear, cosine"),
-        ({"schedules": ["gamma=linear:0"]}, "the name must be one of"),
-        ({"schedules": ["kl_coef=linear:-1"]}, "kl_coef must be >= 0, got -1.0"),
-        ({"schedules": ["dual_clip=linear:2"]}, "dual_clip has no value to start from"),
-        ({"schedules": ["kl_coef"]}, "expected name=linear:final"),
-        ({"schedules": ["kl_coef=linear:x"]}, "schedules: "),
-        ({"kl_controller": "adaptive", "kl_coef": 0.0}, "multiplies kl_coef"),
-        ({"checkpoint_best": "min:"}, "checkpoint_best must name a metric.*got 'min:'"),
-        ({"checkpoint_best": "min:eval/kl"}, "checkpoint_best has an effect only with eval_pr"),
-        ({"stop_strings": ["x", ""]}, "stop_strings holds an empty string"),
-        ({"stop_if": ["kl over 9"]}, "stop_if must be like `kl > 20`.*got 'kl over 9'"),
-        ({"dual_clip": 1.0}, "dual_clip must be > 1"),
-        ({"rollout_batch_size": 11}, "must be a multiple of minibatches, got 11 and 2"),
-        ({"samples_per_prompt": 5}, "must be a multiple of samples_per_prompt, got 64 and 5"),
-        ({"rewards": ["a:b"], "reward_weights": [1, 2]}, "be as many as rewards, 1, got 2"),
+        ({"kl_controller": "adaptve"}, "kl_controller"),
+        ({"report_to": ["mlflow"]}, "report_to"),
+        ({"score_clip": -1.0}, "score_clip"),
+        ({"reward_timeout": 0.0}, "reward_timeout"),
+        ({"max_grad_norm": None}, "max_grad_norm"),
+        ({"clip_ratio": 2}, "clip_ratio"),
+        ({"clip_ratio_high": -1}, "clip_ratio_high"),
+        ({"top_p": 0}, "top_p"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"objective": "ppo"}, "objective"),
+        ({"rollout": "nowhere"}, "rollout"),
+        ({"resume": "maybe"}, "resume"),
+        ({"whiten_advantages": "full"}, "whiten_advantages"),
+        ({"stop_strings": ["x", ""]}, "stop_strings"),
+        ({"stop_if": ["kl over 9"]}, "stop_if"),
+        ({"schedules": ["kl_coef=linear:0", "kl_coef=linear:1"]}, "schedules"),
+        ({"schedules": ["kl_coef=quadratic:0"]}, "schedules"),
+        ({"schedules": ["gamma=linear:0"]}, "schedules"),
+        ({"schedules": ["dual_clip=linear:2"]}, "schedules: dual_clip"),
+        ({"schedules": ["kl_coef"]}, "schedules"),
+        ({"schedules": ["kl_coef=linear:x"]}, "schedules"),
+        ({"schedules": ["kl_coef=linear:-1"]}, "kl_coef"),
+        ({"schedules": ["clip_ratio=linear:-0.5"]}, "clip_ratio"),
+        ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip"),
+        ({"engine_options": {"batch_size": -1}}, "engine_options: batch_size"),
+        ({"engine_options": {"urls": ["http://a"]}}, "engine_options: no option 'urls'"),
+        ({"rollout": "server"}, "engine_options: urls"),
+        ({"rollout": "server", "engine_options": {"urls": ["a:8000"]}}, "engine_options: urls"),
+        (CRITIC | {"critic_options": {"epoch": 3}}, "critic_options: no option 'epoch'"),
+        (CRITIC | {"critic_options": {"frozen": 1}}, "critic_options: frozen"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_with_the_name_of_its_option(
+    options: dict[str, Any], name: str
+) -> None:
+    assert _refusal(options).startswith(name)
+
+
+def test_an_unknown_key_of_a_mapping_is_answered_with_the_known_ones() -> None:
+    said = _refusal({"engine_options": {"batchsize": 2}})
+    assert "did you mean batch_size?" in said
+    assert "it takes batch_size" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"rollout_batch_size": 11}, "rollout_batch_size"),
+        ({"samples_per_prompt": 5}, "rollout_batch_size"),
+        ({"rewards": ["a:b"], "reward_weights": [1, 2]}, "reward_weights"),
         (
             {"rewards": ["a:b"], "reward_weights": [1] * 3, "reward_ensemble": ["c", "d"]},
-            "as many as rewards, 1, or one more for reward_ensemble, got 3",
+            "reward_weights",
         ),
+        ({"reward_ensemble": ["rm"]}, "reward_ensemble"),
+        ({"quantization": "nf4"}, "quantization"),
+        (CRITIC | {"quantization": "nf4", "lora_rank": 4}, "quantization"),
+        ({"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"}, "quantization"),
+        ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision"),
+        (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision"),
+        (CRITIC | {"critic_options": {"epochs": 3}}, "critic_options"),
+        ({"value_warmup_iterations": 2, "vf_coef": 0}, "value_warmup_iterations"),
+        (CRITIC | {"value_warmup_iterations": 2}, "value_warmup_iterations"),
+        ({"value_clip": 0.2}, "value_clip"),
+        ({"advantage": "group", "samples_per_prompt": 2}, "vf_coef"),
+        (CRITIC | {"advantage": "reinforce", "vf_coef": 0.0}, "vf_coef"),
+        ({"advantage": "rloo", "vf_coef": 0.0}, "samples_per_prompt"),
+        (
+            {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2}
+            | {"whiten_advantages": True},
+            "whiten_advantages",
+        ),
+        ({"dynamic_sampling": 1}, "dynamic_sampling"),
+        ({"advantage": "sequence", "bootstrap_truncated": True}, "bootstrap_truncated"),
+        (ONE_STEP, "learning_rate"),
+        (ONE_STEP | {"learning_rate": 1e-5, "objective": "penalty"}, "learning_rate"),
+        (ONE_STEP | {"learning_rate": 1e-5, "early_stop_kl": 0.1}, "learning_rate"),
+        ({"objective": "penalty"}, "objective"),
+        ({"objective": "penalty", "learning_rate": 1e-5, "kl_loss_coef": 0.1}, "objective"),
+        ({"objective": "dis", "dual_clip": 3.0}, "dual_clip"),
+        (
+            {"objective": "a.py:f", "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
+            "kl_loss_estimator",
+        ),
+        (K3_BY_RATIO | {"objective": "gspo"}, "kl_loss_estimator"),
+        ({"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"}, "kl_coef"),
+        ({"reference_model": "x", "reference_refresh": 3}, "reference_refresh"),
+        ({"reference_refresh": 1}, "reference_refresh"),
+        ({"importance": "mask", "importance_cap": 1.0}, "importance"),
+        ({"async_steps": 1, "rollout": "generate"}, "async_steps"),
+        ({"async_steps": 1, "solved_reward": 1.0}, "async_steps"),
+        ({"async_steps": 1, "environment": "e.py:Game"}, "async_steps"),
+        ({"ptx_coef": 1.0}, "ptx_coef"),
+        ({"checkpoint_best": "min:"}, "checkpoint_best"),
+        ({"checkpoint_best": "min:eval/kl"}, "checkpoint_best"),
     ],
+    ids=str,
 )
-def test_options_that_are_wrong_or_conflict_or_have_no_effect_are_refused(
-    options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        PPOConfig(**options)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], name: str) -> None:
+    assert _refusal(options).startswith(name)
+
+
+def test_every_contradiction_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of the table applies to some options above."""
+    (mark,) = test_options_that_contradict_each_other_are_refused.pytestmark
+    monkeypatch.setattr(config_module, "contradictions", lambda options: [])
+    tables = [contradictions(PPOConfig(**options)) for options, _ in mark.args[1]]
+    for row in zip(*tables, strict=True):
+        assert any(is_there for is_there, _ in row), row[0][1]
+
+
+# ------------------------------------------------------------------------ options without an effect
 
 
 @pytest.mark.parametrize(
-    ("advantage", "whitening"), [("group", "none"), ("rloo", "full"), ("reinforce", "full")]
+    ("options", "needs"),
+    [
+        ({"lora_alpha": 16.0}, "lora_rank"),
+        ({"kl_estimator": "k3", "kl_coef": 0}, "kl_coef"),
+        ({"kl_controller": "adaptive", "kl_coef": 0}, "kl_coef"),
+        ({"kl_loss_estimator": "k2"}, "kl_loss_coef"),
+        ({"kl_target": 2.0}, "kl_controller=adaptive/penalty"),
+        ({"reference_refresh": 3, "kl_coef": 0}, "kl_coef or kl_loss_coef"),
+        ({"ptx_data": "x"}, "ptx_coef"),
+        ({"ptx_batch_size": 16}, "ptx_data"),
+        ({"eval_interval": 3}, "eval_prompts"),
+        ({"max_turns": 3}, "environment"),
+        ({"importance": "mask", "importance_cap": None}, "importance_cap"),
+        ({"critic_model": "x"}, "value_model=critic"),
+        ({"critic_options": {"epochs": 1}}, "value_model=critic"),
+        ({"value_learning_rate": 1e-3}, "value_model=critic or value_head=gradient"),
+        ({"lam": 0.9, "advantage": "sequence"}, "advantage=turn_gae"),
+        ({"lam": 0.9, "lam_alpha": 0.05}, "lam_alpha=none"),
+        ({"lam_alpha": 0.1, "advantage": "turn_gae"}, "advantage=gae"),
+        ({"value_lam": 0.5, "advantage": "sequence"}, "advantage=gae/turn_gae"),
+        ({"value_head": "gradient", "advantage": "reinforce", "vf_coef": 0}, "advantage=gae"),
+        ({"clip_ratio_high": 0.3, "objective": "sapo"}, "objective=clip"),
+        ({"clip_ratio": 0.1, "objective": "a.py:f"}, "objective=clip"),
+        ({"schedules": ["clip_ratio=linear:0.1"], "objective": "sapo"}, "objective=clip"),
+        ({"lr_schedule": "linear"}, "learning_rate!=auto"),
+        ({"warmup_steps": 3}, "learning_rate!=auto"),
+        ({"step_kl": 0.1, "learning_rate": 1e-5}, "learning_rate=auto"),
+        ({"reward_ensemble_by": "min"}, "reward_ensemble"),
+    ],
+    ids=str,
 )
-def test_an_advantage_chooses_a_permitted_whitening(advantage: str, whitening: str) -> None:
+def test_an_option_without_an_effect_is_a_sentence(options: dict[str, Any], needs: str) -> None:
+    (sentence,) = unused(PPOConfig(**options))
+    name = next(iter(options))
+    if name == "schedules":
+        name = "clip_ratio"
+    assert name in sentence
+    assert needs in sentence
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lora_rank": 4, "lora_alpha": 16.0},
+        {"kl_coef": 0, "schedules": ["kl_coef=linear:1"], "kl_estimator": "k3"},
+        {"kl_controller": "penalty", "kl_target": 2.0},
+        {"lam": 0.9, "advantage": "turn_gae"},
+        {"clip_ratio": 0.1, "objective": "gspo"},
+        {"value_head": "gradient", "advantage": "a.py:f", "value_learning_rate": 1e-3},
+        {"lr_schedule": "linear", "value_learning_rate": 1e-3, "value_model": "critic"},
+        {"lr_schedule": "linear", "learning_rate": 1e-5},
+    ],
+    ids=str,
+)
+def test_an_option_with_an_effect_is_not_mentioned(options: dict[str, Any]) -> None:
+    assert unused(PPOConfig(**options)) == []
+
+
+def test_an_environment_that_is_passed_in_counts() -> None:
+    assert unused(PPOConfig(max_turns=3), passed=["environment"]) == []
+
+
+@pytest.mark.parametrize("options", [PPOConfig, SFTConfig, RewardModelConfig, GenerateConfig])
+def test_what_an_option_needs_exists(options: type[Options]) -> None:
+    """Names of options, and values that they may have."""
+    for member in fields(options):
+        for condition in re.split(" or | and ", member.metadata["needs"]):
+            name, _, values = condition.partition("=")
+            if not condition or (options is GenerateConfig and not values):
+                continue
+            hint, words = inner_type(options.types()[name.removesuffix("!")])
+            allowed = {*words, *(get_args(hint) if get_origin(hint) is Literal else ())}
+            assert {*filter(None, values.split("/"))} <= allowed | {"none", "file.py:name"}
+
+
+def test_an_unused_critic_does_not_train() -> None:
+    config = PPOConfig(critic_model="x", critic_options={"epochs": 9})
+    assert (config.initial_critic, config.critic_only_epochs) == (None, 0)
+
+
+# ------------------------------------------------------------------------------------- former names
+
+
+def test_a_former_option_is_answered_with_its_successor() -> None:
+    known = {field.name for field in fields(PPOConfig)}
+    for name, successor in FORMER_NAMES.items():
+        assert name not in known
+        assert successor.partition("=")[0] in known
+        assert PPOConfig.unknown(name) == f"no option {name!r}; did you mean {successor}?"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "whitening"), [("group", False), ("rloo", True), ("reinforce", True)]
+)
+def test_an_advantage_chooses_a_permitted_whitening(advantage: str, whitening: bool) -> None:
     config = PPOConfig(advantage=advantage, vf_coef=0.0, samples_per_prompt=2)
     assert config.whiten_advantages == whitening
-    chosen = replace(config, whiten_advantages="variance")
-    assert chosen.whiten_advantages == "variance"
+    assert replace(config, whiten_advantages=False).whiten_advantages is False
 
 
 def test_the_defaults_are_valid() -> None:

@@ -97,7 +97,7 @@ def test_a_smaller_microbatch_needs_less_memory(tmp_path: Path) -> None:
         ({"param_dtype": "bfloat16"}, "fp32 masters", 1),
         ({"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}, "logits", 1),
         (
-            {"ptx_coef": 1.0, "ptx_data": "text.jsonl", "ptx_block_size": 64},
+            {"ptx_coef": 1.0, "ptx_data": "text.jsonl"},
             "logits",
             1,
         ),
@@ -155,7 +155,7 @@ def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
 
 
 def test_with_servers_no_cache_is_planned(tmp_path: Path) -> None:
-    servers = {"rollout": "server", "rollout_urls": ["http://localhost:8000"]}
+    servers = {"rollout": "server", "engine_options": {"urls": ["http://localhost:8000"]}}
     plan = make_plan(options(tmp_path, **servers), PROMPT)
     assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
 
@@ -227,7 +227,7 @@ def test_shards_divide_the_optimizer_states(tmp_path: Path, capsys) -> None:
         ({}, {"memory": 0}, "memory must be > 0, got 0"),
         ({"shard_size": 8}, {}, "shard_size=8 shards the weights over several processes"),
         ({"shard_size": 4}, {"processes": 6}, "shard_size must divide the 6 processes"),
-        ({"async_steps": 1}, {"processes": 2}, "2 processes: async_steps=1 is for one process"),
+        ({"async_steps": 1}, {"processes": 2}, "async_steps=1"),
         ({}, {"prompt_tokens": 2045}, "prompts of 2045 tokens and responses of 4 are longer than"),
     ],
 )

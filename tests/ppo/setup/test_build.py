@@ -83,12 +83,14 @@ def test_sampling_follows_the_options(tmp_path: Path) -> None:
 
 
 def test_the_engine_samples_from_the_policy_unless_another_is_given(tmp_path: Path) -> None:
-    components = _build(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
+    components = _build(tmp_path, engine_options={"batch_size": 3}, bootstrap_truncated=True)
     assert isinstance(components.engine, DecoderEngine)
     assert components.engine.policy is components.model
     assert (components.engine.batch_size, components.engine.final_values) == (3, True)
     assert components.notes == []
-    components = _build(tmp_path, generate_batch_size=3, precision="bf16", rollout="generate")
+    components = _build(
+        tmp_path, engine_options={"batch_size": 3}, precision="bf16", rollout="generate"
+    )
     assert isinstance(components.engine, GenerateEngine)
     assert components.engine.model is components.model.causal_lm
     assert (components.engine.batch_size, components.engine.compute_dtype) == (3, torch.bfloat16)
@@ -213,7 +215,6 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"reward_weights": [1.0], "rewards": [tiny.count_w7] * 2}, "got 2 rewards and 1 reward_w"),
         ({"device": "gpu"}, "device must be auto, cpu, cuda"),
-        ({"ptx_coef": 1.0, "ptx_data": "t.jsonl", "ptx_block_size": 65}, "ptx_block_size=65 is l"),
     ],
 )
 def test_options_that_do_not_fit_the_parts_are_refused(

@@ -136,12 +136,14 @@ def test_top_k_may_raise_the_samplers_logprobs(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"warmup_steps": 99}, "warmup_steps=99: the run has"),
+        ({"lora_alpha": 8.0}, "set, but not used: lora_alpha, which needs lora_rank"),
+        ({"max_turns": 3}, "max_turns, which needs environment"),
         ({"top_k": 5}, "top_k and top_p exclude tokens"),
         ({"top_p": 0.9}, "top_k and top_p exclude tokens"),
         ({"vf_coef": 0.0, "value_head": "gradient"}, "GRPO and RLOO need none"),
     ],
 )
-def test_unusual_options_get_a_warning(
+def test_unusual_or_unused_options_get_a_warning(
     options: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     told = []

@@ -149,11 +149,6 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
         ),
         ({"environment": "code.py:right"}, r"right takes \(prompts, completions, wanted\): missi"),
         ({"optimizer": "torch.optim:Adamw"}, "optimizer torch.optim:Adamw: no function 'Adamw'"),
-        ({"max_turns": 4}, "max_turns has an effect only with environment"),
-        (
-            {"ptx_data": "prompts.jsonl", "ptx_coef": 1, "ptx_block_size": 65},
-            "ptx_block_size=65 is longer than the context of 64 tokens",
-        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(

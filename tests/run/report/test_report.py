@@ -121,7 +121,7 @@ HELD_OUT = {"eval/reward": 0.6, "eval/reward_error": 0.08, "eval/kl": 4.66}
                 {"eval/reward": 0.6, "eval/reward_error": math.nan, "kl": 3.0},
             ],
             "Held-out reward +1.6 (too few to tell), KL 3.0 nats",
-            id="one-greedy-prompt",
+            id="one-prompt",
         ),
         pytest.param(
             [{"reward": float(i) + 0.5 * (-1) ** i} for i in range(40)],
@@ -247,35 +247,6 @@ def test_the_evaluation_before_training_is_at_0(tmp_path: Path) -> None:
 def test_an_evaluated_run_of_one_iteration_has_its_charts(tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 0.1, "before/reward": 0.5, "entropy": 2.0}])
     assert _charts(html).keys() == {"Reward", "Entropy"}
-
-
-def test_a_greedy_evaluation_is_drawn_once_and_named(tmp_path: Path) -> None:
-    both = {"eval/reward": 1.0, "eval/greedy/reward": 1.0, "eval/reward_error": 0.1}
-    both |= {"eval/greedy/monitor/gold": 0.2, "eval/greedy/monitor_error/gold": 0.04}
-    before = {name.replace("/monitor", "/greedy/monitor"): x for name, x in MONITORED.items()}
-    before |= {"before/greedy/reward": -1.0}
-    records = [{"reward": 0.1, "kl": 0.0} | BEFORE | before, {"reward": 0.2, "kl": 1.0} | both]
-    assert summarize(records) == (
-        "Held-out reward (greedy) +2.0 ± 0.1, monitored gold -0.30 ± 0.05, KL 1.0 nats"
-    )
-    assert _curves(_charts(_write(tmp_path, records))["Reward"]).keys() == {
-        "reward",
-        "eval/greedy/reward",
-    }
-
-
-def test_unchanged_greedy_responses_stand_beside_improved_sampled_ones() -> None:
-    last = {"eval/reward": -1.0, "eval/greedy/reward": -1.0, "eval/reward_error": 0.0}
-    records = [{"reward": i / 10, "kl": 0.4} for i in range(20)]
-    records[0] |= {"before/reward": -1.0, "before/reward_error": 0.0}
-    records[-1] |= last
-    assert summarize(records) == (
-        "Training reward (sampled) +1.80 ± 0.07, held-out reward (greedy) unchanged, KL 0.4 nats"
-    )
-    for record in records:
-        record["reward"] = 0.0
-    records[5]["reward"] = 1.0
-    assert summarize(records) == "Held-out reward (greedy) unchanged, KL 0.4 nats"
 
 
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
