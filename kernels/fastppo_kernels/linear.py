@@ -320,7 +320,7 @@ def ppo_loss(
     """`definition.linear_ppo_loss` with only a chunk of the logits in memory.
 
     Args:
-        row_functions: the backend: `triton.rows`, `cpu.rows` or `torch.rows`.
+        row_functions: the backend: `triton_backend`, `cpu_backend` or `torch_backend`.
         ref_projection: the reference's, read only for `kl_estimator="full"`.
         wanted: the gradients to compute. With none, only the first GEMM runs.
         compact: skip rows of weight 0 before the first GEMM, whatever the backend.

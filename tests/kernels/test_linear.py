@@ -17,8 +17,8 @@ import pytest
 import torch
 from allocations import allocations
 from draws import as_linear
-from fastppo_kernels import definition, linear
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition, linear
+from fastppo_kernels.cpu.losses import GEMM_ROWS
 from fastppo_kernels.records import (
     Gemm,
     GradientsWanted,
@@ -36,14 +36,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
+triton_backend = pytest.importorskip(
+    "fastppo_kernels.triton_backend", reason="Triton is not installed"
+)
 
 pytestmark = [
     # NumPy warns about intended overflows: see triton/test_rows.py.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
-ROWS = {"cpu": cpu_rows, "triton": triton_rows}
+ROWS = {"cpu": cpu_backend, "triton": triton_backend}
 backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
 if torch.cuda.is_available():
     pytest.skip("test_on_a_gpu.py does this on a GPU", allow_module_level=True)
@@ -344,7 +346,7 @@ def test_rows_without_a_gradient_skip_the_gradient_gemms(cause: str, masked: boo
     inputs = sum(shapes[0][0] for shapes, _ in products.seen if shapes[0][1] == 31)
     kept = int((weights != 0).sum())
     chunks = math.ceil(kept / 14)
-    assert moving <= inputs <= min(kept, moving + chunks * (cpu_rows.GEMM_ROWS - 1))
+    assert moving <= inputs <= min(kept, moving + chunks * (GEMM_ROWS - 1))
     assert (inputs == 0) == (moving == 0)
     expected = {"all": 0, "none": kept, "one": 1}.get(cause)
     assert moving == expected if expected is not None else 0 < moving < kept
@@ -371,7 +373,7 @@ def test_rows_with_a_gradient_of_another_term_are_kept(term: str) -> None:
             per_token,
             objective,
             Softmax(),
-            row_functions=cpu_rows,
+            row_functions=cpu_backend,
             ref_projection=ref,
         )
     assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
@@ -575,7 +577,7 @@ def test_one_chunk_if_it_takes_no_more_memory_than_the_accumulator_of_several() 
 def test_the_padding_of_the_buffers_rows_is_zero() -> None:
     """oneDNN's bf16 products read some of it times 0: NaN would reach every gradient."""
     projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
-    head = linear._Head(projection, torch.bfloat16, buffer_rows=3, row_functions=triton_rows)
+    head = linear._Head(projection, torch.bfloat16, buffer_rows=3, row_functions=triton_backend)
     whole = head.buffer._base
     assert whole is not None
     assert whole.shape == (3, 1024)

@@ -11,22 +11,22 @@ import numpy as np
 import published_formulas as paper
 import pytest
 import torch
-from fastppo_kernels import definition
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition, torch_backend
 from fastppo_kernels.records import KL_ESTIMATORS, POLICY_TERMS, Objective, PPORows
-from fastppo_kernels.torch import rows as torch_rows
 from rows import CLIPPED, TERMS, arguments_of, assert_gradient, draw, in_fp64, logprobs_of, operands
 
 import fastppo
 from fastppo.ppo.options.config import PPOConfig
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
+triton_backend = pytest.importorskip(
+    "fastppo_kernels.triton_backend", reason="Triton is not installed"
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 if torch.cuda.is_available():
     pytest.skip("test_on_a_gpu.py does this on a GPU", allow_module_level=True)
 
-BACKENDS = {"cpu": cpu_rows, "torch": torch_rows, "triton": triton_rows}
+BACKENDS = {"cpu": cpu_backend, "torch": torch_backend, "triton": triton_backend}
 DOCS = Path(__file__).parents[2] / "docs"
 SCALARS = ("tau_positive", "tau_negative", "kl_coef", "lowest_ratio", "highest_ratio")
 backends = pytest.mark.parametrize("backend", BACKENDS)

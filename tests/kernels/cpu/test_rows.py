@@ -24,9 +24,9 @@ from typing import Any
 import fastppo_kernels
 import pytest
 import torch
-from fastppo_kernels import definition
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition
 from fastppo_kernels.cpu import threads as cpu_threads
+from fastppo_kernels.cpu.operands import BLOCK
 from fastppo_kernels.records import PPORows, StatsGradients
 from rows import (
     EDGES,
@@ -67,7 +67,7 @@ def check_loss(given: dict[str, Any]) -> PPORows:
     exact, exact_rest = operands(in_fp64(given))
     wanted = definition.ppo_loss(*exact, **exact_rest)
     records, rest = operands(given)
-    found = cpu_rows.ppo_loss(*records, **rest)
+    found = cpu_backend.ppo_loss(*records, **rest)
     for name in ("logprobs", "entropy", "kl"):
         assert_statistic(getattr(found, name), getattr(wanted, name), name)
     torch.testing.assert_close(
@@ -83,9 +83,9 @@ def check_loss(given: dict[str, Any]) -> PPORows:
         floor = 1e-6 * given["weights"].unsqueeze(-1) if has_kl else 0.0
         assert_rows_gradient(found.grad, wanted.grad, wanted.logprobs, floor)
     over = records._replace(logits=records.logits.clone())
-    inplace = cpu_rows.ppo_loss(*over, **rest, inplace=True)
+    inplace = cpu_backend.ppo_loss(*over, **rest, inplace=True)
     assert inplace.grad is over.logits
-    without = cpu_rows.ppo_loss(*records, **rest, need_grad=False)
+    without = cpu_backend.ppo_loss(*records, **rest, need_grad=False)
     assert without.grad is None
     torch.testing.assert_close(inplace.grad, found.grad, rtol=0, atol=0, equal_nan=True)
     for again in (inplace, without):
@@ -100,9 +100,9 @@ def check_statistics(given: dict[str, Any], grads: StatsGradients) -> None:
     logits, softmax, ref = records.logits, records.softmax, rest.get("ref_logits")
     tokens = records.per_token.tokens
     wanted, wanted_grad = defined_statistics(logits, tokens, softmax, grads, ref)
-    found = cpu_rows.token_stats(logits, tokens, softmax, ref_logits=ref)
+    found = cpu_backend.token_stats(logits, tokens, softmax, ref_logits=ref)
     assert_statistics(found, wanted)
-    found_grad = cpu_rows.token_stats_backward(
+    found_grad = cpu_backend.token_stats_backward(
         grads, logits, tokens, found, softmax, ref_logits=ref
     )
     if logits.dtype != torch.float32 or softmax.softcap:
@@ -155,8 +155,8 @@ def test_rows_at_the_edge_of_the_numbers(case: str, softcap: float | None) -> No
 
 
 def test_tokens_at_both_ends_of_a_block() -> None:
-    given = draw(4, 2 * cpu_rows.BLOCK)
-    given["tokens"] = torch.tensor([0, cpu_rows.BLOCK - 1, cpu_rows.BLOCK, 2 * cpu_rows.BLOCK - 1])
+    given = draw(4, 2 * BLOCK)
+    given["tokens"] = torch.tensor([0, BLOCK - 1, BLOCK, 2 * BLOCK - 1])
     given["old_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + 0.1
     check_loss(given)
     check_statistics(given, StatsGradients(torch.randn(4), torch.randn(4)))
@@ -192,8 +192,8 @@ def test_the_entropys_gradient_from_saved_statistics_of_nearly_equal_logits() ->
     logits, tokens = given["logits"], given["tokens"]
     grads = StatsGradients(torch.zeros(5), torch.ones(5))
     _, wanted = defined_statistics(logits, tokens, PLAIN, grads)
-    stats = cpu_rows.token_stats(logits, tokens, PLAIN)
-    found = cpu_rows.token_stats_backward(grads, logits, tokens, stats, PLAIN)
+    stats = cpu_backend.token_stats(logits, tokens, PLAIN)
+    found = cpu_backend.token_stats_backward(grads, logits, tokens, stats, PLAIN)
     largest = wanted.abs().amax(-1, keepdim=True)
     assert ((found - wanted).abs() <= 1.5e-5 * largest).all()
 
@@ -203,7 +203,7 @@ def test_one_minus_p_keeps_its_digits(nats: float) -> None:
     given = draw(N, 2051)
     peaked(given["logits"], given["tokens"], nats)
     wanted = definition.token_stats(given["logits"].double(), given["tokens"], PLAIN)
-    found = cpu_rows.token_stats(given["logits"], given["tokens"], PLAIN)
+    found = cpu_backend.token_stats(given["logits"], given["tokens"], PLAIN)
     # At 20 nats a logprob is -2e-9. As a difference of scores it has 2e-6 of error in fp64 too.
     logprobs = torch.log1p(-wanted.p_others)
     torch.testing.assert_close(found.logprobs.double(), logprobs, rtol=2e-6, atol=0)
@@ -229,7 +229,7 @@ def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: fl
     given["advantages"][:] = 0.0
     given["ref_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + below
     wanted = definition.ppo_loss(*operands(in_fp64(given))[0]).grad
-    found = cpu_rows.ppo_loss(*operands(given)[0]).grad
+    found = cpu_backend.ppo_loss(*operands(given)[0]).grad
     assert wanted is not None
     assert found is not None
     assert_gradient(found, wanted)
@@ -241,13 +241,13 @@ def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: fl
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_a_view_are_read_in_place(dtype: torch.dtype) -> None:
     given, _ = operands(draw(6, 37, dtype))
-    wanted = cpu_rows.ppo_loss(*given)
+    wanted = cpu_backend.ppo_loss(*given)
     whole = torch.full((3, 3, 41), torch.nan, dtype=dtype)
     view = whole[:, :-1, 2:39]
     view.copy_(given.logits.view(3, 2, 37))
     assert wanted.grad is not None
     for inplace in (False, True):
-        found = cpu_rows.ppo_loss(*given._replace(logits=view), inplace=inplace)
+        found = cpu_backend.ppo_loss(*given._replace(logits=view), inplace=inplace)
         assert found.grad is not None
         assert torch.equal(found.sums, wanted.sums)
         assert torch.equal(found.grad.flatten(0, 1), wanted.grad)
@@ -261,12 +261,12 @@ def test_rows_of_a_view_are_read_in_place(dtype: torch.dtype) -> None:
 def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
     given, rest = operands(arguments_of("everything", 2051))
-    wanted = cpu_rows.ppo_loss(*given, **rest)
+    wanted = cpu_backend.ppo_loss(*given, **rest)
     try:
         torch.set_num_threads(3)
-        found = cpu_rows.ppo_loss(*given, **rest)
+        found = cpu_backend.ppo_loss(*given, **rest)
         with ThreadPoolExecutor(2) as callers:  # two at once
-            at_once = list(callers.map(lambda _: cpu_rows.ppo_loss(*given, **rest), range(4)))
+            at_once = list(callers.map(lambda _: cpu_backend.ppo_loss(*given, **rest), range(4)))
     finally:
         torch.set_num_threads(1)
     for again in (found, *at_once):
@@ -277,16 +277,16 @@ def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> N
 AFTER_A_FORK = """
 import os
 import torch
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.records import Softmax
 
 cpu_threads.ENTRIES_PER_THREAD = 1
 torch.set_num_threads(2)
 logits, tokens = torch.randn(8, 100), torch.arange(8)
-before = cpu_rows.token_stats(logits, tokens, Softmax()).logprobs
+before = cpu_backend.token_stats(logits, tokens, Softmax()).logprobs
 child = os.fork()
-same = torch.equal(cpu_rows.token_stats(logits, tokens, Softmax()).logprobs, before)
+same = torch.equal(cpu_backend.token_stats(logits, tokens, Softmax()).logprobs, before)
 if child == 0:
     os._exit(0 if same else 1)
 assert same

@@ -18,8 +18,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from fastppo_kernels.cpu import advantages as cpu_advantages
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.cpu.threads import fresh
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
@@ -108,7 +107,7 @@ def test_processes_that_compile_at_once_leave_a_correct_cache(
         assert sum(loop.stats.cache_hits.values()) == len(DTYPES)
 
 
-@pytest.mark.parametrize("source", ["cpu/rows.py", "records.py"])
+@pytest.mark.parametrize("source", ["cpu/losses.py", "records.py"])
 def test_code_is_cached_until_a_source_changes(
     source: str, loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,9 +207,9 @@ def test_bits_of_a_loss_do_not_depend_on_where_its_buffers_are(
     gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records, rest = operands(arguments_of("policy", 37, torch.float32))
-    wanted = cpu_rows.ppo_loss(*records, **rest)
+    wanted = cpu_backend.ppo_loss(*records, **rest)
     logits = behind(monkeypatch, records.logits, gap)
-    found = cpu_rows.ppo_loss(*records._replace(logits=logits), **rest)
+    found = cpu_backend.ppo_loss(*records._replace(logits=logits), **rest)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -223,7 +222,7 @@ def test_bits_of_a_kl_do_not_depend_on_where_its_buffers_are(
 
     def kl(logprobs: Tensor) -> Tensor:
         shaping = Shaping(torch.zeros(1), logprobs, ref_logprobs, kl_coef=0.1, kl_estimator="k1")
-        return cpu_advantages.shaped_advantages(Trajectory(values), shaping, Discounts(1.0, 1.0)).kl
+        return cpu_backend.shaped_advantages(Trajectory(values), shaping, Discounts(1.0, 1.0)).kl
 
     wanted = kl(logprobs)
     assert torch.equal(kl(behind(monkeypatch, logprobs, gap)), wanted)

@@ -87,7 +87,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def _defined_kernels() -> set[str]:
-    modules = ("loss", "stats", "scale", "advantages")
+    modules = ("loss", "stats", "scale", "gae", "whitening")
     return {
         name
         for module in modules

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo_kernels import definition
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition
 from fastppo_kernels.records import POLICY_TERMS, PPORows, Softmax, StatsGradients, Sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,8 +39,8 @@ import fastppo
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fastppo_kernels import triton_backend
 from fastppo_kernels.triton import launch
-from fastppo_kernels.triton import rows as triton_rows
 from fastppo_kernels.triton import views as triton_views
 from fastppo_kernels.triton.launch import DTYPES
 
@@ -60,7 +59,7 @@ if DEVICE == "cuda":  # the same tests run the compiled kernels
 def kernel_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
     """Return the kernel's loss for flat keywords."""
     given, rest = operands(on(DEVICE, arguments | options))
-    return triton_rows.ppo_loss(*given, **rest)
+    return triton_backend.ppo_loss(*given, **rest)
 
 
 def defined_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
@@ -100,9 +99,9 @@ def check_stats(
     softmax = moved(softmax, torch.float32, DEVICE)
     ref = None if ref_logits is None else ref_logits.to(DEVICE)
     given = (logits.to(DEVICE), tokens.to(DEVICE))
-    got = triton_rows.token_stats(*given, softmax, ref_logits=ref)
+    got = triton_backend.token_stats(*given, softmax, ref_logits=ref)
     assert_statistics(got, want)
-    got_grad = triton_rows.token_stats_backward(
+    got_grad = triton_backend.token_stats_backward(
         moved(upstream, torch.float32, DEVICE), *given, got, softmax, ref_logits=ref
     )
     assert got_grad.dtype == logits.dtype
@@ -247,7 +246,7 @@ def test_statistics_reference() -> None:
 def test_scale_by_one() -> None:
     x = torch.randn(3, 507, device=DEVICE)
     before = x.clone()
-    assert triton_rows.scale_(x, torch.ones((), device=DEVICE)) is x
+    assert triton_backend.scale_(x, torch.ones((), device=DEVICE)) is x
     assert torch.equal(x, before)
 
 
@@ -257,7 +256,7 @@ def test_scale() -> None:
         for x in (torch.randn(9000), torch.randn(3, 507), torch.randn(2, 3, 20)[:, :-1]):
             x = x.to(DEVICE, dtype)
             want = x.double() * third.double()
-            triton_rows.scale_(x, third.to(DEVICE))
+            triton_backend.scale_(x, third.to(DEVICE))
             # One unit: the interpreter truncates to bf16, and a GPU rounds to nearest.
             assert_gradient(x.reshape(1, -1), want.reshape(1, -1), one_signed=True)
 
@@ -354,7 +353,7 @@ def test_a_reference_far_from_the_logits(offset: float) -> None:
     upstream = StatsGradients(torch.zeros(3), None, torch.ones(3))
     want, want_grad = defined_statistics(x, tokens, PLAIN, upstream, ref["logits"])
     apart = 2.0**-23 * (x - ref["logits"]).abs().amax(-1)
-    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+    for module, device in ((cpu_backend, "cpu"), (triton_backend, DEVICE)):
         row = (x.to(device), tokens.to(device))
         moved = StatsGradients(*(None if g is None else g.to(device) for g in upstream))
         other = ref["logits"].to(device)
@@ -377,7 +376,7 @@ def test_a_token_that_is_masked_out() -> None:
     """Its logprob is −1e30, as in the definition: finite, and beyond any clip."""
     arguments = draw(2, 507)
     arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
-    got, want = kernel_loss(arguments), cpu_rows.ppo_loss(*operands(arguments)[0])
+    got, want = kernel_loss(arguments), cpu_backend.ppo_loss(*operands(arguments)[0])
     exact = defined_loss(arguments)
     torch.testing.assert_close(want.logprobs.double(), exact.logprobs)
     torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
@@ -385,7 +384,7 @@ def test_a_token_that_is_masked_out() -> None:
     # The logprob's derivative is [j = y] − p_j as for any token; the definition's clamp has none.
     x, tokens = arguments["logits"], arguments["tokens"]
     slopes = torch.nn.functional.one_hot(tokens, 507) - x.double().softmax(-1)
-    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+    for module, device in ((cpu_backend, "cpu"), (triton_backend, DEVICE)):
         row = (x.to(device), tokens.to(device))
         upstream = StatsGradients(torch.ones(2, device=device))
         stats = module.token_stats(*row, PLAIN)
@@ -399,7 +398,7 @@ def test_an_infinite_kl_with_a_coefficient_affects_only_its_row() -> None:
     ref[1, 100] = -torch.inf
     options: dict[str, Any] = {"kl_estimator": "full", "kl_coef": 0.1}
     exact = defined_loss(arguments, ref_logits=ref, **options)
-    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+    for module, device in ((cpu_backend, "cpu"), (triton_backend, DEVICE)):
         given, _ = operands(on(device, arguments | options))
         got = module.ppo_loss(*given, ref_logits=ref.to(device))
         assert got.kl.isinf().tolist() == exact.kl.isinf().tolist() == [False, True, False]
@@ -465,8 +464,8 @@ def test_normalizers_of_invalid_rows(
     for turned in references:
         ref = logits.roll(turned, 0)
         want = definition.token_stats(logits, tokens, PLAIN, ref_logits=ref)
-        for module in (cpu_rows, triton_rows):
-            moved = given if module is triton_rows else (logits, tokens, PLAIN)
+        for module in (cpu_backend, triton_backend):
+            moved = given if module is triton_backend else (logits, tokens, PLAIN)
             got = module.token_stats(*moved, ref_logits=ref.to(moved[0].device))
             assert_statistic(got.normalizer, want.normalizer, "normalizer")
             assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
@@ -637,7 +636,7 @@ def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
     arguments |= {"weights": torch.full((4,), 0.25), "importance_weights": torch.ones(4)}
     arguments[operand][1] = float("nan")
     given, _ = operands(on(DEVICE, arguments))
-    for module in (cpu_rows, triton_rows):
+    for module in (cpu_backend, triton_backend):
         rows = module.ppo_loss(*given)
         sums = Sums(*rows.sums)
         assert sums.loss.isnan()
@@ -652,7 +651,7 @@ def test_an_infinite_reference_that_is_only_reported_does_not_affect_the_gradien
     arguments |= {"weights": torch.full((2,), 0.5), "kl_estimator": "k3"}
     arguments |= {"ref_logprobs": torch.tensor([-math.inf, -3.0])}
     given, _ = operands(on(DEVICE, arguments))
-    for module in (cpu_rows, triton_rows):
+    for module in (cpu_backend, triton_backend):
         rows = module.ppo_loss(*given)
         assert rows.grad is not None
         assert rows.grad.isfinite().all()
@@ -671,7 +670,7 @@ def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> Non
     assert exact is not None
     largest = exact.abs().amax(-1, keepdim=True)
     given, rest = operands(on(DEVICE, arguments))
-    for module in (cpu_rows, triton_rows):
+    for module in (cpu_backend, triton_backend):
         found = module.ppo_loss(*given, **rest).grad
         assert found is not None
         error = ((found.double().cpu() - exact).abs() / largest).max()
@@ -686,7 +685,7 @@ def test_triton_raises_errors_for_unsupported_input(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="float64"):
         fastppo.token_logprobs(torch.randn(2, 7).double(), tokens, backend="triton")
     with pytest.raises(ValueError, match="must be bfloat16"):
-        triton_rows.token_stats(torch.randn(2, 7).double(), tokens, Softmax())
+        triton_backend.token_stats(torch.randn(2, 7).double(), tokens, Softmax())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         fastppo.token_logprobs(torch.randn(2, 7), tokens, backend="triton")
