@@ -6,11 +6,12 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import published_formulas as paper
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import Objective, PerToken, Softmax
 from torch import Tensor
+
+from benchmarks.conformance import formulas as paper
 
 
 def wide(value: Any) -> Any:
