@@ -12,7 +12,16 @@ import pytest
 import torch
 from fastppo_kernels import cpu_backend, definition, torch_backend
 from fastppo_kernels.records import KL_ESTIMATORS, POLICY_TERMS, Objective, PPORows
-from rows import CLIPPED, TERMS, arguments_of, assert_gradient, draw, in_fp64, logprobs_of, operands
+from logit_rows import (
+    CLIPPED,
+    TERMS,
+    arguments_of,
+    assert_gradient,
+    draw,
+    in_fp64,
+    logprobs_of,
+    operands,
+)
 
 import fastppo
 from benchmarks.conformance import formulas as paper
@@ -33,12 +42,12 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def case_of(field: str, name: str) -> str:
-    """Return the first case of `rows.TERMS` with this name and no other change."""
+    """Return the first case of `logit_rows.TERMS` with this name and no other change."""
     default = getattr(Objective(), field)
     for case, given in TERMS.items():
         if given.get(field, default) == name and given.keys() <= {field, *SCALARS}:
             return case
-    raise AssertionError(f"tests/helpers/rows.py has no case of {name!r}")
+    raise AssertionError(f"tests/helpers/logit_rows.py has no case of {name!r}")
 
 
 def computed(backend: str, given: dict[str, Any]) -> PPORows:

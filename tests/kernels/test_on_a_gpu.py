@@ -1,7 +1,7 @@
 """Properties of the kernels that only a GPU shows: full sizes, reproducibility, capture, waits,
 memory.
 
-Skipped without CUDA. triton/test_rows.py, test_linear.py and triton/test_advantages.py test the
+Skipped without CUDA. test_logits.py, test_linear.py and triton/test_advantages.py test the
 accuracy of each path; the first and the last run compiled on a GPU. The definition in fp64 is
 computed a few rows at a time, so that the largest case needs little more than its logits: 2.5 GB of
 bf16 and as much for the gradient.
@@ -26,7 +26,7 @@ from fastppo_kernels.records import (
     Projection,
     Softmax,
 )
-from rows import VOCABULARIES, assert_gradient, assert_statistic, in_fp64, operands
+from logit_rows import VOCABULARIES, assert_gradient, assert_statistic, in_fp64, operands
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trajectories import assert_close, bounds

@@ -5,7 +5,7 @@
 The launchers run on CPU tensors, and `emulate.py` executes the PTX that Triton compiles for them.
 Each case runs under several orders of programs, warps and stores, and must
 
-- agree with the definition in fp64, within the tolerances of `tests/helpers/rows.py`;
+- agree with the definition in fp64, within the tolerances of `tests/helpers/logit_rows.py`;
 - give the same bits under every order, with and without contraction of multiply and add, and
   correct results with the hardware's documented errors of approximate instructions (three cases
   with cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
@@ -53,7 +53,7 @@ from fastppo_kernels.records import (
 from fastppo_kernels.triton import scale as triton_scale
 from fastppo_kernels.triton import views as triton_views
 from fastppo_kernels.triton import whitening as triton_whitening
-from rows import (
+from logit_rows import (
     assert_gradient,
     assert_loss,
     assert_statistic,
@@ -255,8 +255,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tensor:
     """Return [N, V], the first-order effect of the hardware's errors on the exact gradient.
 
-    Used for the shape named by "cancels_at", where this exceeds the tolerance of `rows.py`. `given`
-    and `want` are in fp64.
+    Used for the shape named by "cancels_at", where this exceeds the tolerance of `logit_rows.py`.
+    `given` and `want` are in fp64.
 
     ex2, rsqrt and division are off by up to 2 units in the last place, u = 2⁻²² relative. A
     logarithm is a polynomial and only rounds. A sum is off by u like its exponentials, and by

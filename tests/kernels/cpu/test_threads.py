@@ -1,4 +1,4 @@
-"""The CPU's compiled loops: their cache, their memory, and the message on a terminal."""
+"""The CPU's compiled loops: their cache, memory, threads, and the message on a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 import math
 import os
 import resource
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fastppo_kernels
 import numpy as np
 import processes
 import pytest
@@ -22,8 +25,8 @@ from fastppo_kernels import cpu_backend
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.cpu.threads import fresh
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
+from logit_rows import arguments_of, operands
 from processes import FORKSERVER
-from rows import arguments_of, operands
 from torch import Tensor
 
 import fastppo
@@ -308,3 +311,68 @@ def test_a_gradient_is_right_in_memory_that_was_used_before() -> None:
 
 def held_bytes() -> int:
     return sum(buffer.nbytes for buffer in cpu_threads._spares.values())
+
+
+# ------------------------------------------------------------------------- callers, forks, no cache
+
+
+def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
+    given, rest = operands(arguments_of("everything", 2051))
+    wanted = cpu_backend.ppo_loss(*given, **rest)
+    try:
+        torch.set_num_threads(3)
+        found = cpu_backend.ppo_loss(*given, **rest)
+        with ThreadPoolExecutor(2) as callers:  # two at once
+            at_once = list(callers.map(lambda _: cpu_backend.ppo_loss(*given, **rest), range(4)))
+    finally:
+        torch.set_num_threads(1)
+    for again in (found, *at_once):
+        for one, other in zip(again, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+AFTER_A_FORK = """
+import os
+import torch
+from fastppo_kernels import cpu_backend
+from fastppo_kernels.cpu import threads as cpu_threads
+from fastppo_kernels.records import Softmax
+
+cpu_threads.ENTRIES_PER_THREAD = 1
+torch.set_num_threads(2)
+logits, tokens = torch.randn(8, 100), torch.arange(8)
+before = cpu_backend.token_stats(logits, tokens, Softmax()).logprobs
+child = os.fork()
+same = torch.equal(cpu_backend.token_stats(logits, tokens, Softmax()).logprobs, before)
+if child == 0:
+    os._exit(0 if same else 1)
+assert same
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_it_runs_after_a_fork_and_without_a_writable_folder(tmp_path: Path) -> None:
+    """Without a folder for compiled code it compiles again, without a warning. Files are in place
+    of the folders, because a superuser can write to read-only folders."""
+    shutil.copytree(
+        Path(fastppo_kernels.__file__).parent,
+        tmp_path / "fastppo_kernels",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    (tmp_path / "fastppo_kernels" / "__pycache__").touch()
+    nowhere = str(tmp_path / "fastppo_kernels" / "__pycache__" / "cache")
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), nowhere)
+    fork = "ignore:This process:DeprecationWarning"  # Python's own on threads
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-W", fork, "-c", AFTER_A_FORK],
+        env={**os.environ, **places, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
