@@ -1,14 +1,34 @@
-"""The published formulas in fp64 NumPy, and the variants of them that peers compute.
+"""The published formulas in fp64 NumPy, written from the papers.
 
-Each function maps the inputs of a fixture to its outputs. Keywords that no fixture has select a
-variant; their defaults are the published definition. Masked entries may hold anything. Gradients
-are central differences.
+They share no technique with the implementation: GAE is the explicit sum over future residuals, a
+softmax a quotient of exponentials, and gradients are finite differences. The papers maximize;
+losses are negated. Tests of `fastppo_kernels.definition` compare with these functions.
+
+The functions of `OPERATIONS` map the inputs of a fixture to its outputs. Keywords that no fixture
+has select a variant that a peer computes; their defaults are the published definition. Masked
+entries may hold anything.
+
+    GAE        Schulman et al. 2016, "High-dimensional continuous control using generalized
+               advantage estimation", eq. 11-16
+    PPO        Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 6, 7, 9
+    shaping    Ziegler et al. 2019, "Fine-tuning language models from human preferences", eq. 2,
+               sec. 2.2 (adaptive β) and its code (whitening); Stiennon et al. 2020, "Learning to
+               summarize from human feedback", sec. 3.4
+    KL         Schulman 2020, "Approximating KL divergence" (k1, k2, k3); times the ratio,
+               DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1
+    dual clip  Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3
+    CISPO      MiniMax 2025, "MiniMax-M1", section 3.1
+    SAPO       Gao et al. 2025, "Soft adaptive policy optimization"
+    GSPO       Zheng et al. 2025, "Group sequence policy optimization", eq. 7, 13, 14
+    DIS        Hou et al. 2026, "Single-rollout asynchronous optimization", eq. 1 to 3
+    DPPO       Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", eq. 11
+               to 14; the value is that of the authors' code, −[M·r]·A·log π
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +39,65 @@ Arrays = dict[str, Array]
 DETACHED = ("cispo", "dis", "dppo_tv", "dppo_kl")
 """Objectives with detached factors, whose value means nothing: only the gradient is compared."""
 
-STEP = 1e-6
-"""Of the central differences: an error of 1e-10 in fp64."""
+STEP = 8e-4
+DIFFERENCES = ((1, 45 / 60), (2, -9 / 60), (3, 1 / 60))
+"""Multiples of the step, and coefficients, of the central difference of sixth order. In fp64 its
+error is some 1e-13 of a term, if the term is smooth within three steps."""
 
 
-def gradient(function: Callable[[Array], float], x: Array, mask: Array | None = None) -> Array:
-    """Return the derivative of the function at x, 0 where masked."""
+def gradient(terms: Callable[[Array], Array], x: Array, mask: Array | None = None) -> Array:
+    """Return the derivative by x of the sum of terms, by finite differences; 0 where masked."""
     slope = np.zeros_like(x)
     for place in np.ndindex(x.shape):
         if mask is None or mask[place]:
-            up, down = x.copy(), x.copy()
-            up[place] += STEP
-            down[place] -= STEP
-            slope[place] = (function(up) - function(down)) / (2 * STEP)
+            for steps, coefficient in DIFFERENCES:
+                up, down = x.copy(), x.copy()
+                up[place] += steps * STEP
+                down[place] -= steps * STEP
+                slope[place] += coefficient * (terms(up) - terms(down)).sum() / STEP
     return slope
+
+
+# --------------------------------------------------------------------------------- token statistics
+
+
+def log_softmax(logits: Array, temperature: float | Array = 1.0) -> Array:
+    """log softmax(z/T); a temperature per token has the shape of the tokens."""
+    z = logits / np.expand_dims(temperature, -1)
+    shifted = z - z.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def token_logprobs(logits: Array, tokens: Array, temperature: float | Array = 1.0) -> Array:
+    log_p = log_softmax(logits, temperature)
+    return np.take_along_axis(log_p, tokens[..., None], -1)[..., 0]
+
+
+def entropy(logits: Array, temperature: float | Array = 1.0) -> Array:
+    """S[π] = −Σ_j p_j log p_j, with 0·log 0 = 0."""
+    p = np.exp(log_softmax(logits, temperature))
+    return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+
+
+def full_kl(logits: Array, ref_logits: Array, temperature: float | Array = 1.0) -> Array:
+    """KL[p, q] = Σ_j p_j log(p_j / q_j)."""
+    log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def token(inputs: Arrays, *, temperature: float, zero_times_infinity: bool = False) -> Arrays:
+    """Logprob and entropy of softmax(z/T).
+
+    zero_times_infinity: the entropy is NaN with a logit of −∞.
+    """
+    logits = inputs["logits"]
+    entropies = entropy(logits, temperature)
+    if zero_times_infinity:
+        entropies = np.where(np.isinf(logits).any(-1), np.nan, entropies)
+    return {
+        "logprobs": token_logprobs(logits, inputs["tokens"], temperature),
+        "entropy": entropies,
+    }
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -78,7 +143,7 @@ def rewards(inputs: Arrays, *, kl_coef: float, estimator: str, at: str = "last c
     """−β·KL_t, plus the score on the last counted token, or `at` the "last column"."""
     shaped = -kl_coef * sampled_kl(inputs["logprobs"], inputs["ref_logprobs"], estimator)
     for row, mask in enumerate(inputs["mask"]):
-        last = np.flatnonzero(mask)[-1] if at == "last counted" else -1
+        last = np.flatnonzero(mask)[-1:] if at == "last counted" else -1
         shaped[row, last] += inputs["scores"][row]
     return {"rewards": shaped}
 
@@ -138,8 +203,7 @@ def kl(
         return estimate * weighted
 
     logprobs = inputs["logprobs"]
-    total = gradient(lambda x: estimates(x).sum(), logprobs)
-    return {"kl": estimates(logprobs), "gradient": total}
+    return {"kl": estimates(logprobs), "gradient": gradient(estimates, logprobs)}
 
 
 def kl_control(inputs: Arrays, *, coef: float, target: float, horizon: float) -> Arrays:
@@ -165,27 +229,58 @@ def weights(mask: Array, aggregation: str, length: int | None = None) -> Array:
     }[aggregation]
 
 
+def clipped_surrogate(
+    ratio: Array,
+    advantages: Array,
+    clip: Sequence[float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+) -> Array:
+    """L^CLIP of each token: min(r·A, clip(r, 1−ε, 1+ε)·A); if A < 0 at least c·A (dual clip)."""
+    clipped = np.clip(ratio, 1 - clip[0], 1 + clip[1])
+    surrogate = np.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return surrogate
+    return np.where(advantages < 0, np.maximum(surrogate, dual_clip * advantages), surrogate)
+
+
+def sequence_ratio(logprobs: Array, old_logprobs: Array, mask: Array) -> Array:
+    """(π(y|x)/π_old(y|x))^(1/|y|) of each row, repeated for its tokens."""
+    difference = np.where(mask, logprobs - old_logprobs, 0.0)
+    means = difference.sum(1, keepdims=True) / np.maximum(mask.sum(1, keepdims=True), 1)
+    return np.exp(means) * np.ones_like(logprobs)
+
+
+def binary_divergence(objective: str, logprobs: Array, old_logprobs: Array) -> Array:
+    """D of "the sampled token or another": TV |μ − π|, or KL μ log(μ/π) + (1−μ) log((1−μ)/(1−π)).
+
+    NaN if a probability is above 1.
+    """
+    new, old = np.exp(logprobs), np.exp(old_logprobs)
+    if objective == "dppo_tv":
+        return np.abs(old - new)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return old * np.log(old / new) + (1 - old) * np.log((1 - old) / (1 - new))
+
+
 def policy_term(
-    logprobs: Array, fixed: Array, inputs: Arrays, *, objective: str, clip: list[float], **more: Any
+    logprobs: Array,
+    fixed: Array,
+    inputs: Arrays,
+    *,
+    objective: str,
+    clip: Sequence[float],
+    **more: Any,
 ) -> Array:
     """Return the minimized term of each token. `fixed` are the logprobs in detached factors."""
     old = inputs["old_logprobs"]
     advantages = inputs["advantages"]
-    mask = inputs["mask"]
     low, high = 1 - clip[0], 1 + clip[1]
+    ratio = np.exp(logprobs - old)
     if objective == "gspo":
-        difference = np.where(mask, logprobs - old, 0.0)
-        means = difference.sum(1, keepdims=True) / np.maximum(mask.sum(1, keepdims=True), 1)
-        ratio = np.exp(means) * np.ones_like(logprobs)
-    else:
-        ratio = np.exp(logprobs - old)
+        ratio = sequence_ratio(logprobs, old, inputs["mask"])
     detached = np.exp(fixed - old)
     if objective in ("clip", "gspo"):
-        surrogate = np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages)
-        if more.get("dual_clip"):
-            bounded = np.maximum(surrogate, more["dual_clip"] * advantages)
-            surrogate = np.where(advantages < 0, bounded, surrogate)
-        return -surrogate
+        return -clipped_surrogate(ratio, advantages, clip, more.get("dual_clip"))
     if objective == "cispo":
         floor = 0.0 if more.get("no_lower_clip") else low
         return -np.clip(detached, floor, high) * advantages * logprobs
@@ -193,11 +288,8 @@ def policy_term(
         inside = (detached > low) & (detached < high)
         return -np.where(inside, detached, 0.0) * advantages * logprobs
     if objective.startswith("dppo"):
-        p, q = np.exp(fixed), np.exp(old)
-        divergence = np.abs(p - q)
-        if objective == "dppo_kl":
-            divergence = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
-        leaving = np.where(advantages > 0, p > q, p < q)
+        leaving = np.where(advantages > 0, fixed > old, fixed < old)
+        divergence = binary_divergence(objective, fixed, old)
         beyond = divergence > np.where(advantages > 0, clip[1], clip[0])
         return -np.where(leaving & beyond, 0.0, detached) * advantages * logprobs
     tau_positive, tau_negative = more["tau"]
@@ -230,17 +322,27 @@ def policy(
         w = w * inputs["importance_weights"]
     logprobs = inputs["logprobs"]
 
-    def loss(x: Array) -> float:
-        term = policy_term(x, logprobs, inputs, **options)
-        return float((w * np.where(mask, term, 0.0))[mask].sum())
+    def terms(x: Array) -> Array:
+        return (w * policy_term(x, logprobs, inputs, **options))[mask]
 
-    outputs = {"gradient": gradient(loss, logprobs, mask)}
+    outputs = {"gradient": gradient(terms, logprobs, mask)}
     if "gradient" in nan:
         outputs["gradient"][np.isnan(logprobs)] = np.nan
     # The value of a surrogate with detached factors means nothing.
     if options["objective"] not in DETACHED:
-        outputs["loss"] = np.array(np.nan if "loss" in nan else loss(logprobs))
+        outputs["loss"] = np.array(np.nan if "loss" in nan else terms(logprobs).sum())
     return outputs
+
+
+def value_error(
+    values: Array, returns: Array, old_values: Array | None = None, clip: float | None = None
+) -> Array:
+    """L^VF of each token, (V − V_targ)²; clipped as in the code of OpenAI baselines."""
+    error = (values - returns) ** 2
+    if clip is None or old_values is None:
+        return error
+    near = np.clip(values, old_values - clip, old_values + clip)
+    return np.maximum(error, (near - returns) ** 2)
 
 
 def value(
@@ -255,33 +357,11 @@ def value(
     returns = inputs["returns"]
     w = weights(mask, aggregation) * (0.5 if half else 1.0)
 
-    def loss(values: Array) -> float:
-        error = (values - returns) ** 2
-        if clip is not None:
-            old = inputs["old_values"]
-            near = np.clip(values, old - clip, old + clip)
-            error = np.maximum(error, (near - returns) ** 2)
-        return float((w * error).sum())
+    def terms(values: Array) -> Array:
+        return w * value_error(values, returns, inputs.get("old_values"), clip)
 
     values = inputs["values"]
-    return {"loss": np.array(loss(values)), "gradient": gradient(loss, values, mask)}
-
-
-def token(inputs: Arrays, *, temperature: float, zero_times_infinity: bool = False) -> Arrays:
-    """Logprob and entropy of softmax(z/T).
-
-    zero_times_infinity: the entropy is NaN with a logit of −∞.
-    """
-
-    def log_softmax(z: Array) -> Array:
-        shifted = z - z.max(-1, keepdims=True)
-        return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-    log_p = log_softmax(inputs["logits"] / temperature)
-    logprobs = np.take_along_axis(log_p, inputs["tokens"][..., None], -1)[..., 0]
-    ruled_out = np.nan if zero_times_infinity else 0.0
-    finite = np.where(np.isfinite(log_p), log_p, ruled_out)
-    return {"logprobs": logprobs, "entropy": -(np.exp(log_p) * finite).sum(-1)}
+    return {"loss": np.array(terms(values).sum()), "gradient": gradient(terms, values, mask)}
 
 
 def importance(

@@ -1,6 +1,6 @@
 """Custom operators and the choice of backend, between the public functions and `fastppo_kernels`.
 
-    @operator("ppo_loss", like=torch_rows.ppo_loss, …)
+    @operator("ppo_loss", like=torch_backend.ppo_loss, …)
     def ppo_loss_op(backend, logits, per_token, **_):
         return the backend's function        # to be called with the operands
 
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from fastppo_kernels import linear
+from fastppo_kernels import linear, torch_backend
 from fastppo_kernels.records import (
     SUMS,
     Gae,
@@ -38,31 +38,28 @@ from fastppo_kernels.records import (
     Trajectory,
     accumulation_dtype,
 )
-from fastppo_kernels.torch import advantages as torch_advantages
-from fastppo_kernels.torch import rows as torch_rows
 from torch import Tensor
 
 from fastppo.functional import arguments
 from fastppo.functional.record_operator import operator
 
 
+def _functions_of(backend: str) -> ModuleType:
+    """Return the backend's module. Triton is imported on first use."""
+    return importlib.import_module(f"fastppo_kernels.{backend}_backend")
+
+
 def row_functions_of(backend: str, dtype: torch.dtype) -> ModuleType:
-    """Return the backend's module of functions of rows of logits. Triton is imported on first use.
+    """Return the backend for rows of logits of this dtype.
 
     The CPU's loops compute in fp32: fp64 logits use the definition.
     """
-    if backend == "cpu" and dtype == torch.float64:
-        return torch_rows
-    return importlib.import_module(f"fastppo_kernels.{backend}.rows")
+    return _functions_of("torch" if backend == "cpu" and dtype == torch.float64 else backend)
 
 
 def _row_functions_of_head(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
     """`row_functions_of` the logits of a projection."""
     return row_functions_of(backend, gemm.dtype_for(projection))
-
-
-def _advantage_functions_of(backend: str) -> ModuleType:
-    return importlib.import_module(f"fastppo_kernels.{backend}.advantages")
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
@@ -78,7 +75,7 @@ def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None
 # ------------------------------------------------------------------------------------- statistics
 
 
-@operator("token_stats", like=torch_rows.token_stats)
+@operator("token_stats", like=torch_backend.token_stats)
 def token_stats_op(
     backend: str, logits: Tensor, tokens: Tensor, **_: Any
 ) -> Callable[..., StatsRows]:
@@ -98,7 +95,7 @@ def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> StatsRows:
     return StatsRows(**columns)
 
 
-@operator("token_stats_backward", like=torch_rows.token_stats_backward)
+@operator("token_stats_backward", like=torch_backend.token_stats_backward)
 def token_stats_backward_op(backend: str, logits: Tensor, **_: Any) -> Callable[..., Tensor]:
     return row_functions_of(backend, logits.dtype).token_stats_backward
 
@@ -111,7 +108,7 @@ def _(logits: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- loss from logits
 
 
-@operator("ppo_loss", like=torch_rows.ppo_loss, without=("inplace",))
+@operator("ppo_loss", like=torch_backend.ppo_loss, without=("inplace",))
 def ppo_loss_op(
     backend: str, logits: Tensor, per_token: PerToken, **_: Any
 ) -> Callable[..., PPORows]:
@@ -132,7 +129,10 @@ def _empty_rows(tokens: Tensor, dtype: torch.dtype) -> PPORows:
 
 
 @operator(
-    "ppo_loss_inplace", like=torch_rows.ppo_loss, without=("need_grad", "inplace"), mutates="logits"
+    "ppo_loss_inplace",
+    like=torch_backend.ppo_loss,
+    without=("need_grad", "inplace"),
+    mutates="logits",
 )
 def ppo_loss_inplace_op(
     backend: str, logits: Tensor, per_token: PerToken, **_: Any
@@ -216,9 +216,9 @@ def _(projection: Projection, wanted: GradientsWanted) -> ProjectionGradients:
 # -------------------------------------------------------------------------------------- advantages
 
 
-@operator("gae", like=torch_advantages.gae)
+@operator("gae", like=torch_backend.gae)
 def gae_op(backend: str, **_: Any) -> Callable[..., Gae]:
-    return _advantage_functions_of(backend).gae
+    return _functions_of(backend).gae
 
 
 @gae_op.register_fake
@@ -234,10 +234,10 @@ def _empty_advantages(values: Tensor) -> Gae:
     )
 
 
-@operator("shaped_advantages", like=torch_advantages.shaped_advantages)
+@operator("shaped_advantages", like=torch_backend.shaped_advantages)
 def shaped_advantages_op(backend: str, **_: Any) -> Callable[..., ShapedAdvantages]:
     """The advantages are not whitened."""
-    return _advantage_functions_of(backend).shaped_advantages
+    return _functions_of(backend).shaped_advantages
 
 
 @shaped_advantages_op.register_fake
@@ -249,9 +249,9 @@ def _(trajectory: Trajectory, shaping: Shaping) -> ShapedAdvantages:
     )
 
 
-@operator("whiten", like=torch_advantages.whiten)
+@operator("whiten", like=torch_backend.whiten)
 def whiten_op(backend: str, **_: Any) -> Callable[..., Tensor]:
-    return _advantage_functions_of(backend).whiten
+    return _functions_of(backend).whiten
 
 
 @whiten_op.register_fake

@@ -62,7 +62,7 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ p (log p − log q); infinite if the reference rules out a token that the policy does not.
+    """Return Σ p (log p − log q), infinite if only the reference rules out a token.
 
     An infinite KL has no gradient here. The kernels' gradient is then infinite if its coefficient
     is not 0, to be visible. For a reference row that is not finite, which entries of the kernels'
@@ -74,7 +74,7 @@ def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
-    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob."""
+    """Return k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d for d = logprob − ref_logprob."""
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -344,7 +344,7 @@ def linear_ppo_loss(
     *,
     ref_projection: records.Projection | None = None,
 ) -> records.LinearPPORows:
-    """`ppo_loss` of the projected logits, with gradients of hidden states, weight and bias."""
+    """Return `ppo_loss` of the projected logits, with the gradients of the projection's parts."""
     ref = None if ref_projection is None else logits_of(ref_projection)
     bias = projection.bias
     leaves = records.Projection(
@@ -371,7 +371,7 @@ def linear_token_stats(
     *,
     ref_projection: records.Projection | None = None,
 ) -> records.StatsRows:
-    """`token_stats` of the projected logits; differentiable in the projection."""
+    """Return `token_stats` of the projected logits, differentiable in the projection."""
     ref = None if ref_projection is None else logits_of(ref_projection)
     return token_stats(logits_of(projection), tokens, softmax, ref_logits=ref)
 
@@ -416,7 +416,7 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
 def shaped_advantages(
     trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
 ) -> records.ShapedAdvantages:
-    """GAE of the rewards −kl_coef·KL_t plus the score on the last token; not whitened."""
+    """Return GAE of the rewards −kl_coef·KL_t plus the score on the last token, not whitened."""
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
         kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
@@ -441,7 +441,7 @@ def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
 def whiten(
     x: Tensor, mask: Tensor | None = None, *, shift_mean: bool = True, moments: Tensor | None = None
 ) -> Tensor:
-    """(x − mean)·rsqrt(variance + 1e-8) over the mask, Bessel-corrected; 0 where masked."""
+    """Return (x − mean)·rsqrt(variance + 1e-8) with Bessel's correction, 0 where masked."""
     count, total, squares = whitening_moments(x, mask) if moments is None else moments
     mean = total / count.clamp(min=1)
     variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)

@@ -317,10 +317,10 @@ def ppo_loss(
     wanted: GradientsWanted = EVERYTHING,
     compact: bool = False,
 ) -> LinearPPORows:
-    """`definition.linear_ppo_loss` with only a chunk of the logits in memory.
+    """Compute `definition.linear_ppo_loss` with only a chunk of the logits in memory.
 
     Args:
-        row_functions: the backend: `triton.rows`, `cpu.rows` or `torch.rows`.
+        row_functions: the backend: `triton_backend`, `cpu_backend` or `torch_backend`.
         ref_projection: the reference's, read only for `kl_estimator="full"`.
         wanted: the gradients to compute. With none, only the first GEMM runs.
         compact: skip rows of weight 0 before the first GEMM, whatever the backend.
@@ -390,7 +390,7 @@ def token_stats(
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
 ) -> StatsRows:
-    """`definition.linear_token_stats`: 2·N·H·V FLOP, and one write and one read of the logits.
+    """Compute `definition.linear_token_stats`: 2·N·H·V FLOP, one write and one read of the logits.
 
     A reference costs the same again.
     """

@@ -86,7 +86,7 @@ def test_every_work_launches_the_program_of_its_row(monkeypatch: pytest.MonkeyPa
         if "rows" in work.row:  # toy rows are short, and their length selects the row
             vocab = work.make.args[0]
             sweeps = 2 if work.row.endswith("twice") else 1
-            assert programs.of_rows(2 * vocab, sweeps=sweeps) is TABLE[work.row]
+            assert programs.for_rows(2 * vocab, sweeps=sweeps) is TABLE[work.row]
             assert work.row.startswith(by_length[vocab])
             continue
         looked_up.clear()

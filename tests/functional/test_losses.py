@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import draws
-import published_formulas as paper
 import pytest
 import torch
 from fastppo_kernels.records import POLICY_TERMS
@@ -21,6 +20,7 @@ from torch import Tensor
 from trajectories import assert_close as close
 
 import fastppo
+from benchmarks.conformance import formulas as paper
 
 N, V, H = 6, 11, 5
 VALUE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -433,7 +433,8 @@ def test_every_loss_is_the_weighted_sum_of_its_tokens(
     options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
     rows = draws.exact(*(x.flatten(0, 1) for x in data), w.flatten(), entropy_coef=0.1)
     logprobs = rows.logprobs.view(3, 4)
-    surrogate = paper.clipped_surrogate(*(x.numpy() for x in (logprobs, *data[2:])))
+    ratio = (logprobs - data.old_logprobs).exp()
+    surrogate = paper.clipped_surrogate(ratio.numpy(), data.advantages.numpy())
     policy = -torch.from_numpy(surrogate)
     actual = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, **options)
     close(actual.loss, rows.loss, 1e-12)

@@ -2,7 +2,7 @@
 states.
 
 fp64 has some hundred roundings of 1e-16 on both sides, hence 1e-11; fp32 has 6e-8, hence 1e-5.
-test_losses.py and kernels/cpu/test_rows.py test the maths of a row further.
+test_losses.py and kernels/test_logits.py test the maths of a row further.
 """
 
 from __future__ import annotations

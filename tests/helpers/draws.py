@@ -1,4 +1,4 @@
-"""Random inputs of tests, and the definition's results for the public keywords."""
+"""Random inputs of tests, and the results of the definition for the public keywords."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-import published_formulas as paper
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import Objective, PerToken, Softmax
 from torch import Tensor
+
+from benchmarks.conformance import formulas as paper
 
 
 def wide(value: Any) -> Any:
@@ -114,70 +115,53 @@ def metrics(
     importance_weights: Tensor | None = None,
     objective: str = "clip",
 ) -> dict[str, float]:
-    """Return every metric, token by token in a Python loop."""
+    """Return every metric by the published formulas, in fp64."""
     low, high = clip_range(None if objective == "sapo" else clip_ratio)
-    names = ("above_positive", "below_positive", "above_negative", "below_negative")
-    corners = dict.fromkeys(names, 0)
-    clipped = dual = 0
-    policy = approx_kl = 0.0
-    ratios = []
-    importance = torch.ones_like(weights) if importance_weights is None else importance_weights
-    for logprob, old, a, w, iw in zip(
-        *(x.double().tolist() for x in (found.logprobs, old_logprobs, advantages, weights)),
-        importance.double().tolist(),
-        strict=True,
-    ):
-        d = logprob - old
-        ratio = math.exp(min(max(d, -20.0), 20.0))
-        ratios.append(ratio)
-        bounded = ratio
-        if objective in ("dppo_tv", "dppo_kl"):
-            divergence = float(paper.binary_divergence(objective, np.float64(logprob), old))
-            bounded = 1 + divergence if d >= 0 else 1 - divergence
-        inside = min(max(ratio, 1 - low), 1 + high)
-        surrogate = min(ratio * a, inside * a)
-        if dual_clip is not None and a < 0:
-            surrogate = max(surrogate, dual_clip * a)
-        if objective == "cispo":
-            surrogate = inside * a * logprob
-        elif objective == "dis":
-            surrogate = ratio * a * logprob if inside == ratio else 0.0
-        elif objective in ("dppo_tv", "dppo_kl"):
-            is_masked = bounded > 1 + high if a > 0 else bounded < 1 - low
-            surrogate = 0.0 if is_masked else ratio * a * logprob
-        elif objective == "sapo":
-            tau = 1.0 if a > 0 else 1.05
-            surrogate = 4 / tau / (1 + math.exp(tau * (1 - ratio))) * a
-        else:
-            assert objective in ("clip", "gspo"), f"no metrics of {objective!r}"
-        policy -= w * iw * surrogate
-        approx_kl += math.expm1(min(max(d, -20.0), 20.0)) - d
-        if objective in ("cispo", "dis"):
-            clipped += inside != ratio
-        if a == 0:
-            continue
-        sign = "positive" if a > 0 else "negative"
-        if bounded > 1 + high:
-            corners[f"above_{sign}"] += 1
-        if bounded < 1 - low:
-            corners[f"below_{sign}"] += 1
-        if objective in ("clip", "gspo", "dppo_tv", "dppo_kl"):
-            clipped += (a > 0 and bounded > 1 + high) or (a < 0 and bounded < 1 - low)
-        dual += dual_clip is not None and a < 0 and ratio > dual_clip
-    n = len(ratios)
-    return {
-        "policy_loss": policy,
-        "entropy": found.entropy.mean().item(),
-        "kl": found.kl.mean().item(),
-        "approx_kl": approx_kl / n,
-        "clip_fraction": clipped / n,
-        "dual_clip_fraction": dual / n,
-        "ratio_mean": sum(ratios) / n,
-        "ratio_max": max(ratios),
-        "ratio_variance": sum((r - sum(ratios) / n) ** 2 for r in ratios) / n,
-        "effective_sample_size": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
-        **{f"ratio_{name}": count / n for name, count in corners.items()},
+    logprobs, old, a, w = (
+        x.detach().double().numpy() for x in (found.logprobs, old_logprobs, advantages, weights)
+    )
+    difference = (logprobs - old).clip(-20.0, 20.0)
+    limited = old + difference
+    terms = paper.policy_term(
+        logprobs if objective in paper.DETACHED else limited,
+        limited,
+        {"old_logprobs": old, "advantages": a},
+        objective="clip" if objective == "gspo" else objective,
+        clip=(low, high),
+        dual_clip=dual_clip,
+        tau=(1.0, 1.05),
+    )
+    if importance_weights is not None:
+        terms = terms * importance_weights.double().numpy()
+    ratio = bounded = np.exp(difference)
+    if objective in ("dppo_tv", "dppo_kl"):
+        divergence = paper.binary_divergence(objective, logprobs, old)
+        bounded = 1 + np.where(difference >= 0, divergence, -divergence)
+    above, below = bounded > 1 + high, bounded < 1 - low
+    corners = {
+        "above_positive": above & (a > 0),
+        "below_positive": below & (a > 0),
+        "above_negative": above & (a < 0),
+        "below_negative": below & (a < 0),
     }
+    clipped = corners["above_positive"] | corners["below_negative"]
+    if objective in ("cispo", "dis"):
+        clipped = above | below
+    dual = (a < 0) & (ratio > (math.inf if dual_clip is None else dual_clip))
+    exact = {
+        "policy_loss": (w * terms).sum(),
+        "entropy": found.entropy.mean(),
+        "kl": found.kl.mean(),
+        "approx_kl": (np.expm1(difference) - (logprobs - old)).mean(),
+        "clip_fraction": clipped.mean(),
+        "dual_clip_fraction": dual.mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ratio_variance": ratio.var(),
+        "effective_sample_size": ratio.mean() ** 2 / (ratio**2).mean(),
+        **{f"ratio_{name}": where.mean() for name, where in corners.items()},
+    }
+    return {name: float(value) for name, value in exact.items()}
 
 
 class Batch(NamedTuple):

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fastppo_kernels import definition
-from fastppo_kernels.cpu import advantages as cpu_advantages
+from fastppo_kernels import cpu_backend, definition, torch_backend
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.records import Shaping
-from fastppo_kernels.torch import advantages as torch_advantages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -172,8 +170,8 @@ def test_16_bit_values_are_read_exactly_and_bits_do_not_depend_on_threads(
     wanted = definition.shaped_advantages(in_fp64(trajectory), in_fp64(shaping), in_fp64(discounts))
 
     def results() -> list[torch.Tensor]:
-        advantages = cpu_advantages.shaped_advantages(trajectory, shaping, discounts)
-        white = cpu_advantages.whiten(advantages.advantages, mask)
+        advantages = cpu_backend.shaped_advantages(trajectory, shaping, discounts)
+        white = cpu_backend.whiten(advantages.advantages, mask)
         return [*advantages, white]
 
     found = results()
@@ -195,8 +193,8 @@ def test_the_torch_backend_equals_the_definition_in_its_dtype() -> None:
     """On the CPU for tensors on any device, since the recurrence is a Python loop."""
     trajectory, discounts = operands(torch.randn(2, 7), torch.randn(2, 7))
     pairs = zip(
-        torch_advantages.gae(trajectory, discounts),
-        cpu_advantages.gae(trajectory, discounts),
+        torch_backend.gae(trajectory, discounts),
+        cpu_backend.gae(trajectory, discounts),
         strict=True,
     )
     for one, other in pairs:

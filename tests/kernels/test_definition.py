@@ -1,7 +1,7 @@
-"""The definition equals the published formulas, transcribed independently in fp64 NumPy.
+"""The definition equals the published formulas of `benchmarks.conformance`, in fp64.
 
-Some tens of roundings of 1e-16 on both sides: 1e-12. Gradients are autograd's; gradcheck compares
-them with finite differences.
+Both sides have some tens of roundings of 1e-16: 1e-12. Gradients are autograd's, and compared with
+finite differences.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import draws
 import numpy as np
-import published_formulas as paper
 import pytest
 import torch
 from fastppo_kernels import definition
@@ -28,6 +27,8 @@ from fastppo_kernels.records import (
 )
 from torch import Tensor
 from torch.autograd import gradcheck
+
+from benchmarks.conformance import formulas as paper
 
 N, V, H = 8, 11, 3
 B, T = 5, 9
@@ -104,9 +105,8 @@ def test_the_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
     else:
         q = paper.token_logprobs(ref.numpy(), tokens, 0.8)
         kl, ref_logprobs = paper.sampled_kl(logprobs, q, estimator), torch.from_numpy(q)
-    surrogate = paper.clipped_surrogate(
-        logprobs, old.numpy(), data.advantages.numpy(), (0.1, 0.3), dual_clip
-    )
+    ratio = np.exp(logprobs - old.numpy())
+    surrogate = paper.clipped_surrogate(ratio, data.advantages.numpy(), (0.1, 0.3), dual_clip)
     entropies = paper.entropy(z, 0.8)
     policy = -surrogate * importance.numpy()
     wanted = (policy + 0.2 * kl - 0.05 * entropies).mean()
@@ -156,14 +156,10 @@ def test_the_mean_of_the_ratio_weighted_kl_and_its_gradient_are_the_kls(estimato
     close(weighted.grad.sum(0), wanted[0].numpy())
     assert (unweighted.grad.sum(0) - wanted[0]).abs().max() > 1e-2
     # The reported KL is the estimator.
-    close(
-        weighted.kl,
-        paper.sampled_kl(paper.token_logprobs(logits.numpy(), every.numpy()), q, estimator),
-    )
-    per_token_kl = paper.ratio_weighted_kl(
-        paper.token_logprobs(logits.numpy(), every.numpy()), p_old, q, estimator
-    )
-    close(weighted.sums[0], (np.exp(p_old) * per_token_kl).sum())
+    logprobs = paper.token_logprobs(logits.numpy(), every.numpy())
+    estimate = paper.sampled_kl(logprobs, q, estimator)
+    close(weighted.kl, estimate)
+    close(weighted.sums[0], (np.exp(logprobs) * estimate).sum())
 
 
 @pytest.mark.parametrize("term", POLICY_TERMS)
@@ -177,15 +173,22 @@ def test_policy_terms_are_those_of_their_papers(term: str) -> None:
     objective = Objective(
         1 - low, 1 + high, policy_term=term, tau_positive=taus[0], tau_negative=taus[1]
     )
-    numbers = [x.detach().numpy() for x in (logprobs, data.old_logprobs, data.advantages)]
-    wanted, by_logprob = paper.policy_term(term, *numbers, (low, high), (1.5, 0.7))
+    x, old, advantages = (
+        x.detach().numpy() for x in (logprobs, data.old_logprobs, data.advantages)
+    )
+    inputs = {"old_logprobs": old, "advantages": advantages}
+
+    def published(at: np.ndarray) -> np.ndarray:
+        return paper.policy_term(at, x, inputs, objective=term, clip=(low, high), tau=(1.5, 0.7))
+
+    by_logprob = paper.gradient(published, x)
     bounded = definition.bounded_variable(logprobs, data.old_logprobs, ratio, objective)
     found = definition.policy_term(logprobs, ratio, bounded, data.advantages, objective)
-    close(found, wanted)
+    close(found, published(x))
     (grad,) = torch.autograd.grad(found.sum(), logprobs)
     close(grad, by_logprob)
     if term != "sapo":
-        on_policy = -numbers[2] * np.exp(numbers[0] - numbers[1])
+        on_policy = -advantages * np.exp(x - old)
         assert len(np.unique(np.isclose(by_logprob, on_policy))) == 2, "some are out of the range"
 
 
@@ -223,8 +226,8 @@ def test_gspo_has_the_sequences_ratio_and_a_gradient_per_token() -> None:
     for part in logprobs.split(lengths), old.split(lengths), counted.split(lengths):
         wanted.append(part)
     exact = [
-        paper.gspo_ratio(p.detach()[c].numpy(), o[c].numpy())
-        for p, o, c in zip(*wanted, strict=True)
+        paper.sequence_ratio(*(x.detach().numpy()[None] for x in part))[0, 0]
+        for part in zip(*wanted, strict=True)
     ]
     close(ratio, np.repeat(exact, lengths))
     (grad,) = torch.autograd.grad((ratio * counted).sum(), logprobs)
@@ -267,11 +270,9 @@ def test_gae_is_the_discounted_sum_of_residuals(
     """Also with gaps in the mask, and with discounts per sequence."""
     rewards, values, ends = draw(B, T), draw(B, T), draw(B)
     mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]) & (torch.arange(T) != 2)
-    wanted = np.zeros((2, B, T))
-    for b in range(B):
-        at = mask[b].numpy()
-        end = float(ends[b]) if truncated else 0.0
-        wanted[:, b, at] = paper.gae(rewards.numpy()[b, at], values.numpy()[b, at], gamma, lam, end)
+    inputs = {"rewards": rewards, "values": values, "mask": mask}
+    inputs |= {"bootstrap": ends} if truncated else {}
+    wanted = paper.gae({name: x.numpy() for name, x in inputs.items()}, gamma=gamma, lam=lam)
     trajectory = Trajectory(values, rewards, mask, None, ends if truncated else None)
     if packed:
         starts = torch.arange(B + 1) * T
@@ -280,8 +281,8 @@ def test_gae_is_the_discounted_sum_of_residuals(
     each = [torch.full((B,), x, dtype=torch.float64) for x in (gamma, lam)]
     for discounts in (Discounts(gamma, lam), Discounts(0.1, 0.1, *each)):
         found = definition.gae(trajectory, discounts)
-        for one, other in zip(found, wanted, strict=True):
-            close(one.view(B, T), other)
+        for name, x in found._asdict().items():
+            close(x.view(B, T), np.where(mask, wanted[name], 0.0))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -291,27 +292,28 @@ def test_rewards_are_shaped_then_advantages_estimated_then_whitened(
 ) -> None:
     scores, values, logprobs, ref = draw(B), draw(B, T), draw(B, T), draw(B, T)
     mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
-    advantages, returns, kl = np.zeros((B, T)), np.zeros((B, T)), np.zeros(B)
-    for b, n in enumerate(LENGTHS):
-        if n:
-            p, q = logprobs.numpy()[b, :n], ref.numpy()[b, :n]
-            score = float(scores[b].clamp(-0.5, 0.5))
-            rewards = paper.shaped_rewards(score, p, q, 0.1, estimator)
-            advantages[b, :n], returns[b, :n] = paper.gae(
-                rewards, values.numpy()[b, :n], 0.99, 0.95
-            )
-            kl[b] = paper.sampled_kl(p, q, estimator).sum()
+    inputs = {
+        "scores": scores.clamp(-0.5, 0.5), "logprobs": logprobs, "ref_logprobs": ref,
+        "values": values, "mask": mask,
+    }  # fmt: skip
+    arrays = {name: x.numpy() for name, x in inputs.items()}
+    shaped = paper.rewards(arrays, kl_coef=0.1, estimator=estimator)
+    wanted = paper.gae(arrays | shaped, gamma=0.99, lam=0.95)
+    estimates = paper.sampled_kl(arrays["logprobs"], arrays["ref_logprobs"], estimator)
     found = definition.shaped_advantages(
         Trajectory(values, None, mask),
         Shaping(scores, logprobs, ref, 0.1, estimator, 0.5),
         Discounts(0.99, 0.95),
     )
-    for one, other in zip(found, (advantages, returns, kl), strict=False):
-        close(one, other)
-    own = advantages[mask.numpy()]
-    close(found.moments, np.array([len(own), own.sum(), (own**2).sum()]))
-    white = np.zeros((B, T))
-    white[mask.numpy()] = paper.whiten(own, shift_mean)
+    for name, x in wanted.items():
+        close(getattr(found, name), np.where(mask, x, 0.0))
+    close(found.kl, np.where(mask, estimates, 0.0).sum(1))
+    counted = wanted["advantages"][mask.numpy()]
+    close(found.moments, np.array([len(counted), counted.sum(), (counted**2).sum()]))
+    whitened = paper.whiten(
+        {"x": wanted["advantages"], "mask": arrays["mask"]}, shift_mean=shift_mean
+    )["whitened"]
+    white = np.where(mask, whitened, 0.0)
     for moments in (None, found.moments):
         given = definition.whiten(found.advantages, mask, shift_mean=shift_mean, moments=moments)
         close(given, white)

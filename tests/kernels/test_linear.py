@@ -1,9 +1,11 @@
-"""The lm-head's chunk loop equals the definition, with the CPU's loops and the kernels.
+"""PPO's loss and the statistics from hidden states equal the definition, with each backend.
 
-test_losses.py tests the public function in fp64, keyword by keyword. Here the loop also runs with
-the kernels, in Triton's interpreter, and chunks, memory, skipped rows and dtypes are tested on
-both. Tolerances: 1e-5 of the largest entry in fp32, where sums of some hundred terms have some
-1e-6; bf16 is compared with plain bf16 PyTorch.
+A matrix of backend, dtype, term, number of rows and chunk size; then masked rows, rows without a
+gradient, the GEMMs, chunks and memory. The Triton kernels run in Triton's interpreter.
+`test_losses.py` tests the public function in fp64, keyword by keyword.
+
+Tolerances: 1e-5 of the largest entry in fp32, where sums of some hundred terms have some 1e-6, and
+1e-11 in fp64. bf16 is compared with plain bf16 PyTorch.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import pytest
 import torch
 from allocations import allocations
 from draws import as_linear
-from fastppo_kernels import definition, linear
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition, linear
+from fastppo_kernels.cpu.losses import GEMM_ROWS
 from fastppo_kernels.records import (
     Gemm,
     GradientsWanted,
@@ -28,6 +30,7 @@ from fastppo_kernels.records import (
     Projection,
     Softmax,
     StatsGradients,
+    map_tensors,
 )
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,15 +39,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
+triton_backend = pytest.importorskip(
+    "fastppo_kernels.triton_backend", reason="Triton is not installed"
+)
 
 pytestmark = [
-    # NumPy warns about intended overflows: see triton/test_rows.py.
+    # NumPy warns about intended overflows: see test_logits.py.
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
-ROWS = {"cpu": cpu_rows, "triton": triton_rows}
-backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
+BACKENDS = {"cpu": cpu_backend, "triton": triton_backend}
+backends = pytest.mark.parametrize("backend", BACKENDS)
 if torch.cuda.is_available():
     pytest.skip("test_on_a_gpu.py does this on a GPU", allow_module_level=True)
 
@@ -63,7 +68,7 @@ def loss_of(
     """Return the chunk loop's loss of (hidden, weight[, bias])."""
     per_token = PerToken(*data[1:], weights)
     return linear.ppo_loss(
-        Projection(*parts), per_token, objective, Softmax(), row_functions=ROWS[backend], **how
+        Projection(*parts), per_token, objective, Softmax(), row_functions=BACKENDS[backend], **how
     )
 
 
@@ -76,7 +81,7 @@ def head(n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> 
 
 
 def near(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> draws.Batch:
-    """Return a batch with old logprobs close to this head's, on both sides of every clip."""
+    """Draw a batch with old logprobs close to this head's, on both sides of every clip."""
     logits = hidden.double() @ weight.double().T
     logits = logits if bias is None else logits + bias.double()
     data = draws.batch((hidden.shape[0],), weight.shape[0], torch.float32)
@@ -91,22 +96,22 @@ def by_autograd(
 ) -> tuple[draws.Exact, list[Tensor]]:
     """Return the loss and the gradients of (hidden, weight, bias) by plain autograd in fp64."""
     leaves = [x.double().requires_grad_() for x in parts]
-    w = torch.full(data.tokens.shape, 1 / len(data.tokens), dtype=torch.float64)
+    n = max(1, len(data.tokens))
+    w = torch.full(data.tokens.shape, 1 / n, dtype=torch.float64)
     out = draws.exact(leaves[0] @ leaves[1].T + leaves[2], *data[1:], w, **keywords)
     return out, list(torch.autograd.grad(out.loss, leaves))
 
 
 def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    scale = wanted.abs().max().item()
+    """Compare relative to the largest entry."""
+    scale = wanted.abs().max().item() if wanted.numel() else 0.0
     torch.testing.assert_close(
         found.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * scale + 1e-30
     )
 
 
-# ------------------------------------------------------------- the launcher against autograd
+# --------------------------------------------------------------------------------------- the matrix
 
-
-CHUNKS = [(term, size) for term in ("policy", "everything") for size in (1, 3, None)]
 LOOPED = (
     "policy",
     "gspo",
@@ -119,20 +124,29 @@ LOOPED = (
     "everything",
 )
 """Terms with operands per row, or with another path through the loop. The others are scalars, which
-triton/test_rows.py tests."""
+test_logits.py tests."""
+
+FP32, FP64 = torch.float32, torch.float64
+MATRIX = [
+    # (backend, dtype, term, rows, rows per chunk)
+    *(("triton", FP32, term, 7, 3) for term in LOOPED),
+    *(("triton", FP32, "full KL", 7, size) for size in (1, None)),
+    *(
+        ("cpu", dtype, term, 7, size)
+        for dtype in (FP32, FP64)
+        for term in ("policy", "everything")
+        for size in (1, 3, None)
+    ),
+    *((backend, FP32, "policy", n, None) for backend in BACKENDS for n in (0, 1)),
+]
 
 
-@pytest.mark.parametrize(
-    ("term", "chunk_size", "backend", "dtype"),
-    [(term, 3, "triton", torch.float32) for term in LOOPED]
-    + [(*chunks, "triton", torch.float32) for chunks in (("full KL", 1), ("full KL", None))]
-    + [(*chunks, "cpu", dtype) for chunks in CHUNKS for dtype in (torch.float32, torch.float64)],
-)
+@pytest.mark.parametrize(("backend", "dtype", "term", "n", "chunk_size"), MATRIX)
 def test_the_loop_gives_the_loss_and_gradients_of_autograd(
-    term: str, chunk_size: int | None, backend: str, dtype: torch.dtype
+    backend: str, dtype: torch.dtype, term: str, n: int, chunk_size: int | None
 ) -> None:
     """Odd N, V and H; chunks of one row, of all rows, and with a shorter last one."""
-    parts = head(7, 29, 13)
+    parts = head(n, 29, 13)
     data = near(*parts)
     keywords = draws.options(data, term)
     wanted, wanted_grads = by_autograd(parts, data, keywords)
@@ -144,15 +158,20 @@ def test_the_loop_gives_the_loss_and_gradients_of_autograd(
     loss = fastppo.linear_ppo_loss(
         *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend=backend, **given
     )
-    tolerance = 1e-11 if dtype == torch.float64 else 1e-5
+    tolerance = 1e-11 if dtype == FP64 else 1e-5
     for name in ("loss", "logprobs", "entropy", "kl"):
         assert_close(getattr(loss, name), getattr(wanted, name), tolerance)
     for grad, wanted_grad in zip(torch.autograd.grad(loss.loss, leaves), wanted_grads, strict=True):
         assert_close(grad, wanted_grad, tolerance)
+        assert bool((grad != 0).any()) == (n > 0)
 
 
 def as_fp32(record: Any) -> Any:
-    return type(record)(*(x.float() if isinstance(x, Tensor) else x for x in record))
+    return map_tensors(Tensor.float, record)
+
+
+def as_fp64(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
 
 
 @backends
@@ -180,7 +199,7 @@ def test_statistics_with_a_reference_head_and_their_gradients(
     wanted_grads = torch.autograd.grad(total, leaves)
 
     options: dict[str, Any] = {
-        "row_functions": ROWS[backend],
+        "row_functions": BACKENDS[backend],
         "gemm": Gemm(chunk_size),
         "ref_projection": None if ref is None else as_fp32(ref),
     }
@@ -195,20 +214,6 @@ def test_statistics_with_a_reference_head_and_their_gradients(
     )
     for grad, wanted_grad in zip(projection_grads, wanted_grads, strict=True):
         assert_close(grad, wanted_grad, 1e-5)
-
-
-@backends
-@pytest.mark.parametrize("n", [0, 1])
-def test_batches_of_no_row_and_of_one(backend: str, n: int) -> None:
-    leaves = [x.requires_grad_() for x in head(n, 11, 5, torch.float32)]
-    data = near(*(x.detach() for x in leaves))
-    out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], bias=leaves[2], backend=backend)
-    out.loss.backward()
-    for leaf in leaves:
-        assert leaf.grad is not None
-        assert leaf.grad.shape == leaf.shape
-        assert bool((leaf.grad != 0).any()) == (n > 0)
-    assert out.logprobs.shape == (n,)
 
 
 # ------------------------------------------------------------------------------------ masked rows
@@ -298,6 +303,13 @@ class Products(TorchDispatchMode):
             )
         return out
 
+    def rows_with_inner(self, size: int) -> int:
+        """Count the rows of the first matrices with this inner dimension.
+
+        With the vocabulary's size these are the rows of dX = G W.
+        """
+        return sum(shapes[0][0] for shapes, _ in self.seen if shapes[0][1] == size)
+
 
 CAUSES = ("clip", "zero advantage", "all", "none", "one")
 
@@ -317,64 +329,63 @@ def caused(cause: str, parts: list[Tensor]) -> draws.Batch:
     return data
 
 
+WITH_TERMS = {
+    "policy": CLIPPED,
+    "entropy": ENTROPY,
+    "k3": CLIPPED._replace(kl_coef=0.4),
+    "full KL": CLIPPED._replace(kl_coef=0.4, kl_estimator="full"),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("cause", "masked"), [(cause, False) for cause in CAUSES] + [("zero advantage", True)]
+    ("cause", "term"),
+    [(cause, "policy") for cause in CAUSES]
+    + [("all", term) for term in WITH_TERMS if term != "policy"],
 )
-def test_rows_without_a_gradient_skip_the_gradient_gemms(cause: str, masked: bool) -> None:
-    """Loss and gradients of the definition, from products over fewer rows."""
+def test_rows_without_a_gradient_skip_the_gradient_gemms(
+    cause: str, term: str, masked: bool
+) -> None:
+    """Loss and gradients of the definition, from products over fewer rows. Clipped rows are kept if
+    entropy or KL have a gradient."""
     n = 36
     parts = head(n, 31, 9, torch.float32)
     data = caused(cause, parts)
     weights = torch.ones(n) / n
     if masked:
         weights[::5] = 0.0
+    ref_logprobs = data.old_logprobs - 0.3 if term == "k3" else None
+    per_token = PerToken(*data[1:], weights, ref_logprobs=ref_logprobs)
+    ref = Projection(0.9 * parts[0], parts[1]) if term == "full KL" else None
+    operands = (Projection(*parts), per_token, WITH_TERMS[term], Softmax())
+    how: dict[str, Any] = {
+        "row_functions": cpu_backend,
+        "ref_projection": ref,
+        "gemm": Gemm(14),
+    }
     with Products() as products:
-        rows = loss_of("cpu", parts, data, weights, gemm=Gemm(14))
-    again = loss_of("cpu", parts, data, weights, gemm=Gemm(14))
-    projection = Projection(*(x.double() for x in parts))
-    per_token = PerToken(data.tokens, *(x.double() for x in (*data[2:], weights)))
-    wanted = definition.linear_ppo_loss(projection, per_token, CLIPPED, Softmax())
+        rows = linear.ppo_loss(*operands, **how)
+    again = linear.ppo_loss(*operands, **how)
+    wide = [map_tensors(as_fp64, record) for record in (*operands, ref or Projection(*parts))]
+    wanted = definition.linear_ppo_loss(*wide[:4], ref_projection=wide[4])
     assert_close(rows.sums, wanted.sums, 1e-5)
     for grad, same, wanted_grad in zip(rows.grads, again.grads, wanted.grads, strict=True):
         assert torch.equal(grad, same)
         assert_close(grad, wanted_grad, 1e-5)
     moving = int((wanted.grads.hidden != 0).any(1).sum())
     assert int((rows.grads.hidden != 0).any(1).sum()) == moving
-    # dX = G W is the product whose inner dimension is V
-    inputs = sum(shapes[0][0] for shapes, _ in products.seen if shapes[0][1] == 31)
+    inputs = products.rows_with_inner(31)
     kept = int((weights != 0).sum())
     chunks = math.ceil(kept / 14)
-    assert moving <= inputs <= min(kept, moving + chunks * (cpu_rows.GEMM_ROWS - 1))
+    assert moving <= inputs <= min(kept, moving + chunks * (GEMM_ROWS - 1))
     assert (inputs == 0) == (moving == 0)
     expected = {"all": 0, "none": kept, "one": 1}.get(cause)
-    assert moving == expected if expected is not None else 0 < moving < kept
-
-
-@pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
-def test_rows_with_a_gradient_of_another_term_are_kept(term: str) -> None:
-    """Clipped rows have gradients of their entropy and KL."""
-    parts = head(12, 31, 9, torch.float32)
-    data = near(*parts)
-    data.advantages.zero_()
-    n, ref = len(data.tokens), None
-    per_token = PerToken(*data[1:], torch.full((n,), 1 / n))
-    objective = ENTROPY
-    if term == "k3":
-        objective = CLIPPED._replace(kl_coef=0.4)
-        per_token = per_token._replace(ref_logprobs=data.old_logprobs - 0.3)
-    elif term == "full KL":
-        objective = CLIPPED._replace(kl_coef=0.4, kl_estimator="full")
-        ref = Projection(0.9 * parts[0], parts[1])
-    with Products() as products:
-        linear.ppo_loss(
-            Projection(*parts),
-            per_token,
-            objective,
-            Softmax(),
-            row_functions=cpu_rows,
-            ref_projection=ref,
-        )
-    assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
+    if term != "policy":
+        assert moving == inputs == kept
+    elif expected is not None:
+        assert moving == expected
+    else:
+        assert 0 < moving < kept
 
 
 def test_a_nan_row_is_kept() -> None:
@@ -406,7 +417,7 @@ def test_frozen_parts_cost_no_gemm(backend: str, need: tuple[int, int, int]) -> 
         rows = loss_of(backend, parts, data, weights, ENTROPY, gemm=Gemm(4), wanted=wanted)
     assert len(products.seen) == 2 * (1 + need[0] + need[1])
     assert tuple(grad is not None for grad in rows.grads) == wanted
-    options: dict[str, Any] = {"row_functions": ROWS[backend], "gemm": Gemm(4)}
+    options: dict[str, Any] = {"row_functions": BACKENDS[backend], "gemm": Gemm(4)}
     with Products() as products:
         stats = linear.token_stats(Projection(*parts), data.tokens, Softmax(), **options)
         grads = linear.token_stats_backward(
@@ -469,7 +480,7 @@ def test_a_chunks_contribution_to_dw_is_not_rounded(backend: str, dtype: torch.d
     n = 64 if backend == "cpu" else 16
     parts = head(n, 31, 9, dtype)
     data = near(*parts)
-    rows = ROWS[backend]
+    rows = BACKENDS[backend]
     logits = (parts[0] @ parts[1].T).contiguous()
     per_token = PerToken(*data[1:], torch.full((n,), 1 / n))
     grad = rows.ppo_loss(logits, per_token, ENTROPY, Softmax()).grad
@@ -486,7 +497,7 @@ def test_one_chunk_needs_no_accumulator() -> None:
     """dW is written in the weight's dtype: no fp32 allocation has its size."""
     hidden, weight = torch.ones(2, 64).bfloat16(), torch.zeros(301, 64).bfloat16()
     data = draws.Batch(torch.empty(0), torch.zeros(2, dtype=torch.int64), *torch.ones(2, 2))
-    for backend in ROWS:
+    for backend in BACKENDS:
         largest, _ = allocations(
             lambda backend=backend: loss_of(  # type: ignore[misc]
                 backend, [hidden, weight], data, torch.ones(2), gemm=Gemm(2)
@@ -575,7 +586,7 @@ def test_one_chunk_if_it_takes_no_more_memory_than_the_accumulator_of_several() 
 def test_the_padding_of_the_buffers_rows_is_zero() -> None:
     """oneDNN's bf16 products read some of it times 0: NaN would reach every gradient."""
     projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
-    head = linear._Head(projection, torch.bfloat16, buffer_rows=3, row_functions=triton_rows)
+    head = linear._Head(projection, torch.bfloat16, buffer_rows=3, row_functions=triton_backend)
     whole = head.buffer._base
     assert whole is not None
     assert whole.shape == (3, 1024)

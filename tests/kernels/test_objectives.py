@@ -8,37 +8,46 @@ from typing import Any
 
 import draws
 import numpy as np
-import published_formulas as paper
 import pytest
 import torch
-from fastppo_kernels import definition
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend, definition, torch_backend
 from fastppo_kernels.records import KL_ESTIMATORS, POLICY_TERMS, Objective, PPORows
-from fastppo_kernels.torch import rows as torch_rows
-from rows import CLIPPED, TERMS, arguments_of, assert_gradient, draw, in_fp64, logprobs_of, operands
+from logit_rows import (
+    CLIPPED,
+    TERMS,
+    arguments_of,
+    assert_gradient,
+    draw,
+    in_fp64,
+    logprobs_of,
+    operands,
+)
 
 import fastppo
+from benchmarks.conformance import formulas as paper
 from fastppo.ppo.options.config import PPOConfig
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
+triton_backend = pytest.importorskip(
+    "fastppo_kernels.triton_backend", reason="Triton is not installed"
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 if torch.cuda.is_available():
     pytest.skip("test_on_a_gpu.py does this on a GPU", allow_module_level=True)
 
-BACKENDS = {"cpu": cpu_rows, "torch": torch_rows, "triton": triton_rows}
+BACKENDS = {"cpu": cpu_backend, "torch": torch_backend, "triton": triton_backend}
 DOCS = Path(__file__).parents[2] / "docs"
 SCALARS = ("tau_positive", "tau_negative", "kl_coef", "lowest_ratio", "highest_ratio")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def case_of(field: str, name: str) -> str:
-    """Return the first case of `rows.TERMS` with this name and no other change."""
+    """Return the first case of `logit_rows.TERMS` with this name and no other change."""
     default = getattr(Objective(), field)
     for case, given in TERMS.items():
         if given.get(field, default) == name and given.keys() <= {field, *SCALARS}:
             return case
-    raise AssertionError(f"tests/helpers/rows.py has no case of {name!r}")
+    raise AssertionError(f"tests/helpers/logit_rows.py has no case of {name!r}")
 
 
 def computed(backend: str, given: dict[str, Any]) -> PPORows:
@@ -57,10 +66,16 @@ def test_each_backend_computes_the_published_term(name: str, backend: str) -> No
     """Value and gradient: p_y and its own derivative give those of all logits."""
     given = arguments_of(case_of("policy_term", name))
     taus = (given.get("tau_positive", 1.0), given.get("tau_negative", 1.0))
-    names = ("old_logprobs", "advantages")
     bounds = CLIPPED | given
     clip = (1 - bounds["lowest_ratio"], bounds["highest_ratio"] - 1)
-    term, by_logprob = paper.policy_term(name, *numbers(given, *names), clip, taus)
+    logprobs, old_logprobs, advantages = numbers(given, "old_logprobs", "advantages")
+    inputs = {"old_logprobs": old_logprobs, "advantages": advantages}
+
+    def published(x: np.ndarray) -> np.ndarray:
+        return paper.policy_term(x, logprobs, inputs, objective=name, clip=clip, tau=taus)
+
+    term = published(logprobs)
+    by_logprob = paper.gradient(published, logprobs)
     if name not in ("cispo", "sapo"):
         assert 0 < np.count_nonzero(by_logprob) < len(by_logprob), "some have no gradient"
     factors = given["weights"].double() * given["importance_weights"].double()
@@ -69,8 +84,8 @@ def test_each_backend_computes_the_published_term(name: str, backend: str) -> No
     wanted = (factors.numpy() * term).sum()
     np.testing.assert_allclose(found.sums[1].item(), wanted, rtol=1e-5, atol=1e-5)
     logits = given["logits"].double().requires_grad_()
-    logprobs = definition.log_softmax(logits, operands(given)[0].softmax)
-    of_tokens = logprobs.gather(1, given["tokens"][:, None])[:, 0]
+    log_p = definition.log_softmax(logits, operands(given)[0].softmax)
+    of_tokens = log_p.gather(1, given["tokens"][:, None])[:, 0]
     (grad,) = torch.autograd.grad(of_tokens, logits, factors * torch.from_numpy(by_logprob))
     assert_gradient(found.grad, grad, one_signed=True)
 

@@ -1,7 +1,7 @@
 """Properties of the kernels that only a GPU shows: full sizes, reproducibility, capture, waits,
 memory.
 
-Skipped without CUDA. triton/test_rows.py, test_linear.py and triton/test_advantages.py test the
+Skipped without CUDA. test_logits.py, test_linear.py and triton/test_advantages.py test the
 accuracy of each path; the first and the last run compiled on a GPU. The definition in fp64 is
 computed a few rows at a time, so that the largest case needs little more than its logits: 2.5 GB of
 bf16 and as much for the gradient.
@@ -26,7 +26,7 @@ from fastppo_kernels.records import (
     Projection,
     Softmax,
 )
-from rows import VOCABULARIES, assert_gradient, assert_statistic, in_fp64, operands
+from logit_rows import VOCABULARIES, assert_gradient, assert_statistic, in_fp64, operands
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trajectories import assert_close, bounds
@@ -34,7 +34,9 @@ from waits import refused_by_torch
 
 import fastppo
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton.rows", reason="Triton is not installed")
+triton_backend = pytest.importorskip(
+    "fastppo_kernels.triton_backend", reason="Triton is not installed"
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +87,7 @@ def draw_rows(n: int, vocab: int) -> dict[str, Any]:
     logits = torch.empty(n, vocab, dtype=torch.bfloat16, device="cuda")
     logits.normal_(0.0, 3.0, generator=g)
     tokens = torch.randint(vocab, (n,), device="cuda", generator=g)
-    logprobs = triton_rows.token_stats(logits, tokens, PLAIN).logprobs
+    logprobs = triton_backend.token_stats(logits, tokens, PLAIN).logprobs
     return {
         "logits": logits,
         "tokens": tokens,
@@ -97,7 +99,7 @@ def draw_rows(n: int, vocab: int) -> dict[str, Any]:
 
 def rows_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
     records, rest = operands(arguments | options)
-    return triton_rows.ppo_loss(*records, **rest)
+    return triton_backend.ppo_loss(*records, **rest)
 
 
 def public_arguments(n: int, vocab: int) -> tuple[Tensor, ...]:
@@ -117,7 +119,7 @@ def draw_head(
     hidden, weight = normal(n, width), normal(vocab, width).mul_(3 / width**0.5)
     tokens = torch.randint(vocab, (n,), device="cuda", generator=g)
     old = linear.token_stats(
-        Projection(hidden, weight), tokens, PLAIN, row_functions=triton_rows
+        Projection(hidden, weight), tokens, PLAIN, row_functions=triton_backend
     ).logprobs
     old += 0.3 * torch.randn(n, device="cuda", generator=g)
     return hidden, weight, (tokens, old, torch.randn(n, device="cuda", generator=g))
@@ -133,7 +135,7 @@ def head_loss(
         per_token,
         objective,
         PLAIN,
-        row_functions=triton_rows,
+        row_functions=triton_backend,
         gemm=gemm,
     )
 
@@ -308,7 +310,7 @@ def test_dw_is_accumulated_in_fp32(chunk_size: int, own: torch.dtype) -> None:
     logits = hidden.bfloat16() @ weight.bfloat16().T
     assert torch.equal(logits.float(), hidden.float() @ weight.float().T)
     per_token = PerToken(*data, torch.full((n,), 1 / n, device="cuda"))
-    grad = triton_rows.ppo_loss(logits, per_token, ENTROPY, PLAIN).grad
+    grad = triton_backend.ppo_loss(logits, per_token, ENTROPY, PLAIN).grad
     wanted = grad.double().T @ hidden.double()
     assert rows.grads.weight.dtype == own
     error = (rows.grads.weight.double() - wanted).norm() / wanted.norm()

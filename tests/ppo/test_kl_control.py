@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import published_formulas as paper
+import numpy as np
 import pytest
 import tiny
 import torch
 
+from benchmarks.conformance import formulas as paper
 from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
@@ -22,9 +23,12 @@ def test_kl_coefficients_follow_their_papers(kl: float) -> None:
     for controller in (fixed, adaptive, penalty):
         controller.update(kl, sequences=64)
     assert fixed.coef == 0.3
-    wanted = paper.adaptive_beta(0.3, kl, 6.0, 64, 1000.0)
+    batches = {"kl": np.array([kl]), "sequences": np.array([64])}
+    (wanted,) = paper.kl_control(batches, coef=0.3, target=6.0, horizon=1000.0)["coefs"]
     assert adaptive.coef == pytest.approx(wanted, rel=1e-14)
-    assert penalty.coef == paper.penalty_beta(0.3, kl, 6.0)
+    # Schulman et al. 2017, section 4.
+    factor = 2 if kl > 1.5 * 6.0 else 0.5 if kl < 6.0 / 1.5 else 1
+    assert penalty.coef == 0.3 * factor
 
 
 # ----------------------------------------------------------------------------------------- in a run

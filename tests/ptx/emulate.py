@@ -2,7 +2,7 @@
 
     session = Session(capability=90)
     with session.running(Schedule(sched=2, seed=7)):
-        rows = triton_rows.ppo_loss(…CPU tensors…)
+        rows = triton_backend.ppo_loss(…CPU tensors…)
     session.findings, session.shadow(rows.grad)
 
 The launchers choose types, alignment, tiles and grid as on a GPU. While a session runs,

@@ -5,7 +5,7 @@
 The launchers run on CPU tensors, and `emulate.py` executes the PTX that Triton compiles for them.
 Each case runs under several orders of programs, warps and stores, and must
 
-- agree with the definition in fp64, within the tolerances of `tests/helpers/rows.py`;
+- agree with the definition in fp64, within the tolerances of `tests/helpers/logit_rows.py`;
 - give the same bits under every order, with and without contraction of multiply and add, and
   correct results with the hardware's documented errors of approximate instructions (three cases
   with cancelling terms, marked "cancels_at", get the error allowance of the exact gradient);
@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "helpers"
 
 import emulate
 import torch
-from fastppo_kernels import definition, linear
+from fastppo_kernels import definition, linear, triton_backend
 from fastppo_kernels.records import (
     Discounts,
     Gemm,
@@ -50,11 +50,10 @@ from fastppo_kernels.records import (
     Trajectory,
     map_tensors,
 )
-from fastppo_kernels.triton import advantages as triton_advantages
-from fastppo_kernels.triton import rows as triton_rows
 from fastppo_kernels.triton import scale as triton_scale
 from fastppo_kernels.triton import views as triton_views
-from rows import (
+from fastppo_kernels.triton import whitening as triton_whitening
+from logit_rows import (
     assert_gradient,
     assert_loss,
     assert_statistic,
@@ -114,7 +113,7 @@ class Emulation:
         for module in (triton_views, triton_scale):
             module.device_limits = lambda device: (2, 2**26)
         # The lm-head's buffer of logits: torch writes it, and the emulator does not see that.
-        triton_rows.fresh = lambda like: self.session.tensor(like.shape, like.dtype)
+        triton_backend.fresh = lambda like: self.session.tensor(like.shape, like.dtype)
 
     def results(
         self,
@@ -256,8 +255,8 @@ LOSSES: dict[str, dict[str, Any]] = {
 def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tensor:
     """Return [N, V], the first-order effect of the hardware's errors on the exact gradient.
 
-    Used for the shape named by "cancels_at", where this exceeds the tolerance of `rows.py`. `given`
-    and `want` are in fp64.
+    Used for the shape named by "cancels_at", where this exceeds the tolerance of `logit_rows.py`.
+    `given` and `want` are in fp64.
 
     ex2, rsqrt and division are off by up to 2 units in the last place, u = 2⁻²² relative. A
     logarithm is a polynomial and only rounds. A sum is off by u like its exponentials, and by
@@ -354,7 +353,7 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
 
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         ref = None if ref_logits is None else shape.placed(ref_logits, like)
-        rows = triton_rows.ppo_loss(
+        rows = triton_backend.ppo_loss(
             shape.placed(given.logits, like), *given[1:],
             ref_logits=ref, need_grad=need_grad, inplace=in_place,
         )  # fmt: skip
@@ -436,8 +435,10 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         x = shape.placed(logits, like)
         ref = None if ref_logits is None else shape.placed(ref_logits, like)
-        stats = triton_rows.token_stats(x, tokens, softmax, ref_logits=ref)
-        grad = triton_rows.token_stats_backward(upstream, x, tokens, stats, softmax, ref_logits=ref)
+        stats = triton_backend.token_stats(x, tokens, softmax, ref_logits=ref)
+        grad = triton_backend.token_stats_backward(
+            upstream, x, tokens, stats, softmax, ref_logits=ref
+        )
         return stats._asdict() | {"grad": grad}
 
     for results in emulation.results(launch):
@@ -463,7 +464,7 @@ def scale_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> N
     factor = torch.tensor(options["factor"])
 
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
-        return {"x": triton_rows.scale_(shape.placed(x, like), like(factor))}
+        return {"x": triton_backend.scale_(shape.placed(x, like), like(factor))}
 
     for results in emulation.results(launch):
         want = x.double() * factor.double()
@@ -539,7 +540,7 @@ def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation)
         return trajectory, shaping._replace(score_clip=options.get("score_clip")), discounts
 
     name = "shaped_advantages" if "shaping" in options else "gae"
-    operation = getattr(triton_advantages, name)
+    operation = getattr(triton_backend, name)
     layouts = [False, True] if options.get("both") else [bool(options.get("packed"))]
     all_found = []
     for packed in layouts:
@@ -573,8 +574,8 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
 
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         here = None if mask is None else like(mask)
-        moments = triton_advantages.whitening_moments(like(x), here)
-        white = triton_advantages.whiten(
+        moments = triton_whitening.whitening_moments(like(x), here)
+        white = triton_backend.whiten(
             like(x), here, moments=moments, shift_mean=options["shift_mean"]
         )
         return {"moments": moments, "white": white}
@@ -666,7 +667,7 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         projection = map_tensors(like, head)
         how: dict[str, Any] = {
-            "row_functions": triton_rows,
+            "row_functions": triton_backend,
             "ref_projection": None if ref_head is None else map_tensors(like, ref_head),
             "gemm": Gemm(options.get("chunk_size")),
         }

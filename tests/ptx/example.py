@@ -18,9 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "helpers"
 
 import torch
 from emulate import Schedule, Session
-from fastppo_kernels import definition
+from fastppo_kernels import definition, triton_backend
 from fastppo_kernels.records import Objective, PerToken, Softmax, map_tensors
-from fastppo_kernels.triton import rows as triton_rows
 
 SCHEDULES = (
     Schedule(),
@@ -50,7 +49,7 @@ results = set()
 for schedule in SCHEDULES:
     session.fresh()
     with session.running(schedule):
-        got = triton_rows.ppo_loss(session.like(logits), per_token, objective, Softmax())
+        got = triton_backend.ppo_loss(session.like(logits), per_token, objective, Softmax())
     unwritten, raced = session.shadow(got.grad)
     logprob_error = (got.logprobs - want.logprobs).abs().max()
     gradient_error = (got.grad.double() - want.grad).abs().max() / want.grad.abs().max()

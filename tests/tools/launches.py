@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from fastppo_kernels import triton_backend
 from fastppo_kernels.records import (
     Discounts,
     Objective,
@@ -28,9 +29,8 @@ from fastppo_kernels.records import (
     StatsRows,
     Trajectory,
 )
-from fastppo_kernels.triton import advantages as triton_advantages
 from fastppo_kernels.triton import programs
-from fastppo_kernels.triton import rows as triton_rows
+from fastppo_kernels.triton.gae_block import VECTOR
 from torch import Tensor
 
 Launches = list[tuple[str, Callable[[], None]]]
@@ -54,23 +54,23 @@ def _per_token(**operands: Tensor) -> PerToken:
 
 
 def _loss(logits: Tensor, softmax: Softmax = BARE, **how: Any) -> None:
-    triton_rows.ppo_loss(logits, _per_token(), CLIPPED, softmax, **how)
+    triton_backend.ppo_loss(logits, _per_token(), CLIPPED, softmax, **how)
 
 
 def _sampled(logits: Tensor, softmax: Softmax) -> None:
     per_token = _per_token(ref_logprobs=ZEROS, importance_weights=ONES)
-    triton_rows.ppo_loss(logits, per_token, EVERYTHING, softmax)
+    triton_backend.ppo_loss(logits, per_token, EVERYTHING, softmax)
 
 
 def _full(logits: Tensor, softmax: Softmax, ref_logits: Tensor) -> None:
     objective = EVERYTHING._replace(kl_estimator="full", kl_ratio_weighted=False)
     per_token = _per_token(importance_weights=ONES)
-    triton_rows.ppo_loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
+    triton_backend.ppo_loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
 
 
 def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
     tokens = _per_token().tokens
-    triton_rows.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
+    triton_backend.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
 
 
 def _backward(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
@@ -78,7 +78,9 @@ def _backward(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None
     pairs = torch.zeros(N, 2)
     stats = StatsRows(*[ZEROS] * 6, pairs, pairs)
     tokens = _per_token().tokens
-    triton_rows.token_stats_backward(grads, logits, tokens, stats, softmax, ref_logits=ref_logits)
+    triton_backend.token_stats_backward(
+        grads, logits, tokens, stats, softmax, ref_logits=ref_logits
+    )
 
 
 def _rows() -> Launches:
@@ -121,13 +123,13 @@ def _rows() -> Launches:
         ("backward, rows of two kinds", partial(_backward, cut, BARE)),
         ("statistics, fp16", partial(_stats, x.half(), BARE)),
         ("backward, fp16", partial(_backward, x.half(), BARE)),
-        ("scale", partial(triton_rows.scale_, x, torch.ones(()))),
-        ("scale, fp32", partial(triton_rows.scale_, x.float(), torch.ones(()))),
+        ("scale", partial(triton_backend.scale_, x, torch.ones(()))),
+        ("scale, fp32", partial(triton_backend.scale_, x.float(), torch.ones(()))),
     ]
     return found
 
 
-LAYOUTS = {"one chunk": 0, "split": triton_advantages.VECTOR.value, "odd": 1, "packed": 1}
+LAYOUTS = {"one chunk": 0, "split": VECTOR.value, "odd": 1, "packed": 1}
 """How many tokens longer than a chunk the sequences are."""
 
 
@@ -145,7 +147,7 @@ def _advantages() -> Launches:
             whole = Trajectory(x, x, mask, starts, per_sequence)
             bare = Trajectory(x, x, None, starts)
             each = Discounts(gammas=per_sequence, lams=per_sequence)
-            gae = triton_advantages.gae
+            gae = triton_backend.gae
             found.append((f"gae, {name}, {layout}", partial(gae, whole, discounts)))
             if dtype == torch.float32:
                 found.append((f"gae, bare, {name}, {layout}", partial(gae, bare, discounts)))
@@ -153,10 +155,10 @@ def _advantages() -> Launches:
             for estimator in ("k1", "k2", "k3"):
                 shaping = Shaping(per_sequence, x, x, 0.1, estimator)
                 trajectory = whole._replace(bootstrap=None)
-                call = partial(triton_advantages.shaped_advantages, trajectory, shaping, discounts)
+                call = partial(triton_backend.shaped_advantages, trajectory, shaping, discounts)
                 found.append((f"shaped, {estimator}, {name}, {layout}", call))
         for shift_mean in (True, False):
-            call = partial(triton_advantages.whiten, x, mask, shift_mean=shift_mean)
+            call = partial(triton_backend.whiten, x, mask, shift_mean=shift_mean)
             found.append((f"whiten, shift_mean={shift_mean}, {name}", call))
     return found
 
@@ -172,7 +174,7 @@ TOKENS = (16, 4096)
 
 def _whiten() -> None:
     x, mask = torch.zeros(TOKENS), torch.zeros(TOKENS, dtype=torch.bool)
-    triton_advantages.whiten(x, mask, moments=torch.zeros(3, dtype=torch.float64))
+    triton_backend.whiten(x, mask, moments=torch.zeros(3, dtype=torch.float64))
 
 
 def _gae(shaped: bool, packed: bool = False) -> None:
@@ -182,10 +184,10 @@ def _gae(shaped: bool, packed: bool = False) -> None:
         # At most a chunk per sequence: one kernel.
         x, mask, starts = x[:2].flatten(), mask[:2].flatten(), torch.zeros(3, dtype=torch.int32)
     if not shaped:
-        triton_advantages.gae(Trajectory(x, x, mask, starts), Discounts())
+        triton_backend.gae(Trajectory(x, x, mask, starts), Discounts())
         return
     shaping = Shaping(torch.zeros(2 if packed else TOKENS[0]), x, x, 0.1)
-    triton_advantages.shaped_advantages(Trajectory(x, None, mask, starts), shaping, Discounts())
+    triton_backend.shaped_advantages(Trajectory(x, None, mask, starts), shaping, Discounts())
 
 
 def counted() -> Launches:

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 from fastppo_kernels.linear import accumulator_rows, chunk_rows
-from fastppo_kernels.torch.rows import CHUNK_ELEMENTS
+from fastppo_kernels.torch_backend import CHUNK_ELEMENTS
 from torch import Tensor, nn
 
 from fastppo.data.batch import Batch

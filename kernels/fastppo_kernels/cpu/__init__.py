@@ -1,1 +1,1 @@
-"""CPU backend: loops compiled by numba."""
+"""The compiled loops of `fastppo_kernels.cpu_backend`."""

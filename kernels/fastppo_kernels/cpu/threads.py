@@ -160,15 +160,16 @@ def _say_if_it_compiles(kernel: Any) -> None:
 
 
 def in_threads(
-    kernel: Any, count: int, *arguments: Any, entries: int, room: Callable[[], Any] | None = None
+    kernel: Any, count: int, *arguments: Any, entries: int, buffers: Callable[[], Any] | None = None
 ) -> None:
     """Run `kernel(start, stop, *arguments)` over parts of `range(count)`, one per thread.
 
-    entries: the total number of logits or tokens, which limits the number of threads.
-    room: creates a thread's buffers, passed before the arguments. Allocation inside the kernel
-        would take longer to compile.
-
     On a terminal, a compilation of more than a second is announced in one line.
+
+    Args:
+        entries: the total number of logits or tokens, which limits the number of threads.
+        buffers: allocates a thread's buffers, which are passed before the arguments. Allocating
+            them inside the kernel would take longer to compile.
     """
     if not kernel.signatures and sys.stderr is not None and sys.stderr.isatty():
         clock = Timer(1.0, _say_if_it_compiles, [kernel])
@@ -177,8 +178,8 @@ def in_threads(
     threads = max(1, min(torch.get_num_threads(), count, entries // ENTRIES_PER_THREAD))
 
     def work(start: int, stop: int) -> None:
-        rooms = () if room is None else (room(),)
-        kernel(start, stop, *rooms, *arguments)
+        thread_buffers = () if buffers is None else (buffers(),)
+        kernel(start, stop, *thread_buffers, *arguments)
 
     bounds = [count * i // threads for i in range(threads + 1)]
     parts = [_threads().submit(work, start, stop) for start, stop in itertools.pairwise(bounds[1:])]

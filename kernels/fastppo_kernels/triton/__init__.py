@@ -1,1 +1,1 @@
-"""Triton backend."""
+"""The kernels of `fastppo_kernels.triton_backend`."""

@@ -211,7 +211,7 @@ def _joined(sums, ref_sums, scale):
 
 
 @triton.jit
-def row_statistics_beside(
+def row_statistics_with_reference(
     row, ref_row, x_token, ref_token, token, softmax, scale, cut, HINT: tl.constexpr
 ):
     """Return (RowStats, RefStats): `sweeps.row_statistics` over two rows."""

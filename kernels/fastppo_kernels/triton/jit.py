@@ -43,13 +43,13 @@ TANH_11 = tl.constexpr(-0.00610495 / TANH_UNIT.value**11)
 
 @triton.jit
 def fma(x, y, z):
-    """x·y + z, rounded once. NumPy, which runs Triton's interpreter, has no fp32 fma."""
+    """Return x·y + z, rounded once. NumPy, which runs Triton's interpreter, has no fp32 fma."""
     return (x.to(tl.float64) * y + z).to(tl.float32) if INTERPRETED else tl.fma(x, y, z)
 
 
 @triton.jit
 def _exp_excess(x):
-    """e^x − 1 − x; below ½ by a series, where the difference would lose digits."""
+    """Return e^x − 1 − x; below ½ by a series, where the difference would lose digits."""
     series = 1 / 362880 * x + 1 / 40320
     series = series * x + 1 / 5040
     series = series * x + 1 / 720
@@ -62,12 +62,13 @@ def _exp_excess(x):
 
 @triton.jit
 def expm1(x):
+    """Return e^x − 1; below ½ by a series."""
     return tl.where(tl.abs(x) < 0.5, x + _exp_excess(x), tl.exp(x) - 1)
 
 
 @triton.jit
 def log1p_below_one(x):
-    """log(1 + x) for 0 ≤ x ≤ 1, as 2·artanh(s) with s = x/(2 + x) ≤ ⅓: accurate near 0."""
+    """Return log(1 + x) for 0 ≤ x ≤ 1, as 2·artanh(s) with s = x/(2 + x) ≤ ⅓: accurate near 0."""
     s = x / (2 + x)
     u = s * s
     series = 1 / 15 * u + 1 / 13
@@ -127,7 +128,7 @@ def sampled_kl(difference, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
-    """The derivative of ratio·KL by the logprob, divided by the ratio: KL + slope.
+    """Return the derivative of ratio·KL by the logprob, divided by the ratio: KL + slope.
 
     For k3 that is d. The sum of e^{−d} − 1 + d and 1 − e^{−d} has no digits of it for d far below
     0.
@@ -165,13 +166,13 @@ def row_scale(rows, softmax):
 
 @triton.jit
 def shifted(values, maximum, scale):
-    """(values − maximum)·scale, with −inf and padding at LOWEST; NaN stays NaN."""
+    """Return (values − maximum)·scale, with −inf and padding at LOWEST; NaN stays NaN."""
     return tl.maximum((values - maximum) * scale, LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def gap_between(values, ref_values, t, r, row_max, ref_max, scale):
-    """t − r, computed from the scores' own difference.
+    """Return t − r, computed from the difference of the scores.
 
     Close to the reference that difference is exact, while the shifted and scaled scores are rounded
     by up to 2⁻²⁴ each. Ruled-out columns keep their replacements.

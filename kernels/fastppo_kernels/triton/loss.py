@@ -26,7 +26,7 @@ from fastppo_kernels.records import (
     Softmax,
 )
 from fastppo_kernels.triton import programs
-from fastppo_kernels.triton.full_kl import row_statistics_beside
+from fastppo_kernels.triton.full_kl import row_statistics_with_reference
 from fastppo_kernels.triton.jit import row_scale
 from fastppo_kernels.triton.launch import check_dtype, current, dense_record, launch_options
 from fastppo_kernels.triton.sweeps import row_statistics, write_gradient
@@ -42,7 +42,7 @@ from fastppo_kernels.triton.views import (
     logit_at,
     place_of,
     row_at,
-    row_beside,
+    same_row,
     write_zeros,
 )
 
@@ -75,7 +75,7 @@ def _finish_row(
     kl, g, shares = token_loss(index, stats, full_kl, weight, per_token, objective)
     store_token(results, index, n, stats, kl, shares)
     if grad is not None:
-        grad_row = row_beside(row, grad, index, cut)
+        grad_row = same_row(row, grad, index, cut)
         if is_dead(g, stats):
             write_zeros(grad_row, vocab, cut)
         else:
@@ -158,9 +158,9 @@ def _ppo_loss_full_kl_kernel(
             ref_token = logit_at(ref_logits, index, token, vocab)
             scale, slope = row_scale(index, softmax)
             row = row_at(logits, index, vocab, cut)
-            ref_row = row_beside(row, ref_logits, index, cut)
+            ref_row = same_row(row, ref_logits, index, cut)
             place = place_of(token, row, vocab)
-            stats, ref_stats = row_statistics_beside(
+            stats, ref_stats = row_statistics_with_reference(
                 row, ref_row, x_token, ref_token, place, softmax, scale, cut, HINT
             )
             _finish_row(
@@ -215,7 +215,7 @@ def ppo_loss(
     need_grad: bool = True,
     inplace: bool = False,
 ) -> PPORows:
-    """`definition.ppo_loss` with one read and, if `need_grad`, one write of the logits.
+    """Compute `definition.ppo_loss` with one read and, if `need_grad`, one write of the logits.
 
     Args:
         logits: [N, V] or [B, T, V], bf16, fp16 or fp32, any strides, dense last axis.

@@ -23,8 +23,8 @@ class Program(NamedTuple):
     resident: int | None = None
     """Programs per multiprocessor, if each has several rows or blocks."""
     registers: int | None = None
-    """Registers per thread, passed to ptxas. On its own it uses 64 to 212 in the row kernels, and
-    sometimes spills to stay below a limit of its own."""
+    """Registers per thread, passed to ptxas. Without a limit it uses 64 to 212 in the row kernels,
+    and sometimes spills to stay below one of its choice."""
     source: str = "counts"
 
 
@@ -55,7 +55,7 @@ TABLE = {
 }
 
 
-def of_rows(row_bytes: int, *, sweeps: int) -> Program:
+def for_rows(row_bytes: int, *, sweeps: int) -> Program:
     """Return the program for rows of logits read in `sweeps` sweeps."""
     if row_bytes <= 2**14:
         length = "rows to 16 KiB"

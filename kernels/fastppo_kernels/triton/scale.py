@@ -17,7 +17,7 @@ from fastppo_kernels.triton.views import row_start, view_of
 
 @triton.jit(do_not_specialize=["rows"])
 def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
-    """x ← x·factor. A factor of 1, checked on the device, costs one load per program."""
+    """Scale x in place. A factor of 1, checked on the device, costs one load per program."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
         tiles = tl.cdiv(columns, BLOCK_V)
@@ -31,7 +31,7 @@ def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x ← x·factor in place, for a 0-d fp32 factor on the device of x; returns x.
+    """Scale x in place by a 0-d fp32 factor on its device, and return x.
 
     A factor of 1 reads and writes nothing, without synchronization. The product is in fp32.
 

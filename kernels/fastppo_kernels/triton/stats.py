@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
-from fastppo_kernels.triton.full_kl import row_statistics_beside
+from fastppo_kernels.triton.full_kl import row_statistics_with_reference
 from fastppo_kernels.triton.jit import WHOLE_LIMIT, row_scale
 from fastppo_kernels.triton.launch import check_dtype, current, dense, dense_record
 from fastppo_kernels.triton.sweeps import (
@@ -29,7 +29,7 @@ from fastppo_kernels.triton.views import (
     logit_at,
     place_of,
     row_at,
-    row_beside,
+    same_row,
     write_zeros,
 )
 
@@ -57,9 +57,9 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
         x_token = logit_at(logits, index, token, vocab)
         scale, _ = row_scale(index, softmax)
         row = row_at(logits, index, vocab, cut)
-        ref_row = row_beside(row, ref_logits, index, cut)
+        ref_row = same_row(row, ref_logits, index, cut)
         place = place_of(token, row, vocab)
-        stats, ref_stats = row_statistics_beside(
+        stats, ref_stats = row_statistics_with_reference(
             row, ref_row, x_token, ref_token, place, softmax, scale, cut, "evict_first"
         )
         row_max = defined_maximum(row, stats.row_max, stats.total, softmax, cut)
@@ -132,7 +132,7 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
             row = row_at(logits, index, vocab, cut)
             write_gradient(
                 row,
-                row_beside(row, grad, index, cut),
+                same_row(row, grad, index, cut),
                 logit_at(logits, index, token, vocab),
                 place_of(token, row, vocab),
                 _load_stats(saved, index, scale, CLAMPED=True),
@@ -160,7 +160,7 @@ def _token_stats_backward_full_kl_kernel(
             row = row_at(logits, index, vocab, cut)
             write_gradient(
                 row,
-                row_beside(row, grad, index, cut),
+                same_row(row, grad, index, cut),
                 logit_at(logits, index, token, vocab),
                 place_of(token, row, vocab),
                 _load_stats(saved, index, scale, CLAMPED=False),
@@ -170,7 +170,7 @@ def _token_stats_backward_full_kl_kernel(
                 slope,
                 cut,
                 CLAMPED=False,
-                ref_row=row_beside(row, ref_logits, index, cut),
+                ref_row=same_row(row, ref_logits, index, cut),
                 ref_stats=_load_ref_stats(saved, index),
             )
 
@@ -178,7 +178,7 @@ def _token_stats_backward_full_kl_kernel(
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
-    """`definition.token_stats` with one read of the logits, for bf16, fp16 and fp32."""
+    """Compute `definition.token_stats` with one read of the logits, for bf16, fp16 and fp32."""
     check_dtype("logits", logits)
     n = logits.shape[:-1].numel()
 

@@ -201,7 +201,7 @@ def _fold_part(sums, row, start, token, softmax, scale, cut, HINT: tl.constexpr)
 
 @triton.jit
 def sum_across_lanes(x):
-    """Σ x with the same bits in every thread.
+    """Return Σ x with the same bits in every thread.
 
     If x is a product, the compiler contracts it with the addition, and lane i would add its own
     unrounded product to the rounded one of lane i ⊕ 16. Adding 0 takes the contraction instead.
@@ -221,7 +221,7 @@ def _joined(sums, scale):
 
 @triton.jit
 def is_plain(moment, row_max, scale):
-    """Whether the sums of whole tiles are valid: no −inf, NaN or extremely low column, and a
+    """Return whether the sums of whole tiles are valid: no −inf, NaN or extremely low column, and a
     maximum not too far from 0. `moment` is combined over lanes, or the reference's `gap`."""
     return (tl.abs(moment) < -LOWEST) & (tl.abs(row_max * scale) < WHOLE_LIMIT)
 

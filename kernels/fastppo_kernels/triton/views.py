@@ -78,7 +78,7 @@ def row_at(view, index, vocab, cut):
 
 
 @triton.jit
-def row_beside(row, view, index, cut):
+def same_row(row, view, index, cut):
     """Return the row of another tensor with the same alignment as `row`."""
     return Row(_from_boundary(row_start(view, index), row.first, cut), row.first, row.end)
 
@@ -298,7 +298,7 @@ def launch_over(
         halvings += 2
     if softmax.softcap is not None:
         halvings += 1
-    program = programs.of_rows(row_bytes, sweeps=sweeps)
+    program = programs.for_rows(row_bytes, sweeps=sweeps)
     held_bytes = 0 if sweeps == 1 else row_bytes * rows_of_program
     cut = Cut(
         block=tl.constexpr(tile(program, itemsize, singles=singles, halvings=halvings)),

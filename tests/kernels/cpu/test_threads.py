@@ -1,4 +1,4 @@
-"""The CPU's compiled loops: their cache, their memory, and the message on a terminal."""
+"""The CPU's compiled loops: their cache, memory, threads, and the message on a terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 import math
 import os
 import resource
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,17 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fastppo_kernels
 import numpy as np
 import processes
 import pytest
 import torch
-from fastppo_kernels.cpu import advantages as cpu_advantages
-from fastppo_kernels.cpu import rows as cpu_rows
+from fastppo_kernels import cpu_backend
 from fastppo_kernels.cpu import threads as cpu_threads
 from fastppo_kernels.cpu.threads import fresh
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
+from logit_rows import arguments_of, operands
 from processes import FORKSERVER
-from rows import arguments_of, operands
 from torch import Tensor
 
 import fastppo
@@ -108,7 +110,7 @@ def test_processes_that_compile_at_once_leave_a_correct_cache(
         assert sum(loop.stats.cache_hits.values()) == len(DTYPES)
 
 
-@pytest.mark.parametrize("source", ["cpu/rows.py", "records.py"])
+@pytest.mark.parametrize("source", ["cpu/losses.py", "records.py"])
 def test_code_is_cached_until_a_source_changes(
     source: str, loops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,9 +210,9 @@ def test_bits_of_a_loss_do_not_depend_on_where_its_buffers_are(
     gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records, rest = operands(arguments_of("policy", 37, torch.float32))
-    wanted = cpu_rows.ppo_loss(*records, **rest)
+    wanted = cpu_backend.ppo_loss(*records, **rest)
     logits = behind(monkeypatch, records.logits, gap)
-    found = cpu_rows.ppo_loss(*records._replace(logits=logits), **rest)
+    found = cpu_backend.ppo_loss(*records._replace(logits=logits), **rest)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -223,7 +225,7 @@ def test_bits_of_a_kl_do_not_depend_on_where_its_buffers_are(
 
     def kl(logprobs: Tensor) -> Tensor:
         shaping = Shaping(torch.zeros(1), logprobs, ref_logprobs, kl_coef=0.1, kl_estimator="k1")
-        return cpu_advantages.shaped_advantages(Trajectory(values), shaping, Discounts(1.0, 1.0)).kl
+        return cpu_backend.shaped_advantages(Trajectory(values), shaping, Discounts(1.0, 1.0)).kl
 
     wanted = kl(logprobs)
     assert torch.equal(kl(behind(monkeypatch, logprobs, gap)), wanted)
@@ -309,3 +311,68 @@ def test_a_gradient_is_right_in_memory_that_was_used_before() -> None:
 
 def held_bytes() -> int:
     return sum(buffer.nbytes for buffer in cpu_threads._spares.values())
+
+
+# ------------------------------------------------------------------------- callers, forks, no cache
+
+
+def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
+    given, rest = operands(arguments_of("everything", 2051))
+    wanted = cpu_backend.ppo_loss(*given, **rest)
+    try:
+        torch.set_num_threads(3)
+        found = cpu_backend.ppo_loss(*given, **rest)
+        with ThreadPoolExecutor(2) as callers:  # two at once
+            at_once = list(callers.map(lambda _: cpu_backend.ppo_loss(*given, **rest), range(4)))
+    finally:
+        torch.set_num_threads(1)
+    for again in (found, *at_once):
+        for one, other in zip(again, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+AFTER_A_FORK = """
+import os
+import torch
+from fastppo_kernels import cpu_backend
+from fastppo_kernels.cpu import threads as cpu_threads
+from fastppo_kernels.records import Softmax
+
+cpu_threads.ENTRIES_PER_THREAD = 1
+torch.set_num_threads(2)
+logits, tokens = torch.randn(8, 100), torch.arange(8)
+before = cpu_backend.token_stats(logits, tokens, Softmax()).logprobs
+child = os.fork()
+same = torch.equal(cpu_backend.token_stats(logits, tokens, Softmax()).logprobs, before)
+if child == 0:
+    os._exit(0 if same else 1)
+assert same
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_it_runs_after_a_fork_and_without_a_writable_folder(tmp_path: Path) -> None:
+    """Without a folder for compiled code it compiles again, without a warning. Files are in place
+    of the folders, because a superuser can write to read-only folders."""
+    shutil.copytree(
+        Path(fastppo_kernels.__file__).parent,
+        tmp_path / "fastppo_kernels",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    (tmp_path / "fastppo_kernels" / "__pycache__").touch()
+    nowhere = str(tmp_path / "fastppo_kernels" / "__pycache__" / "cache")
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), nowhere)
+    fork = "ignore:This process:DeprecationWarning"  # Python's own on threads
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-W", fork, "-c", AFTER_A_FORK],
+        env={**os.environ, **places, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr

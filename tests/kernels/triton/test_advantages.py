@@ -18,9 +18,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is a Linux package")
 
-from fastppo_kernels import definition
+from fastppo_kernels import definition, triton_backend
 from fastppo_kernels.records import Shaping
-from fastppo_kernels.triton import advantages as kernels
+from fastppo_kernels.triton import gae as triton_gae
+from fastppo_kernels.triton.whitening import whitening_moments
 from trajectories import bounds as bounds_on
 from trajectories import in_fp64, operands, small_blocks
 
@@ -51,7 +52,7 @@ def test_discounts_at_their_ends(gamma: float, lam: float) -> None:
     mask, ends = torch.rand(1, 40, device=DEVICE) < 0.7, torch.tensor([0.5], device=DEVICE)
     given = operands(v, r, mask, gamma=gamma, lam=lam, bootstrap=ends)
     with small_blocks():
-        found = kernels.gae(*given)
+        found = triton_backend.gae(*given)
     for one, other in zip(found, definition.gae(*in_fp64(given)), strict=True):
         assert_close(one, other)
 
@@ -62,7 +63,7 @@ def test_blocks_of_the_real_size() -> None:
     torch.manual_seed(0)
     v, r = torch.randn(2, 1, 8500, device=DEVICE) + 3
     given = operands(v, r, torch.rand(1, 8500, device=DEVICE) < 0.9, gamma=1.0, lam=1.0)
-    for one, other in zip(kernels.gae(*given), definition.gae(*in_fp64(given)), strict=True):
+    for one, other in zip(triton_backend.gae(*given), definition.gae(*in_fp64(given)), strict=True):
         error = (one.cpu().double() - other).abs()
         assert error.max() <= TOLERANCE * other.square().mean().sqrt()
         assert error.norm() <= 0.1 * TOLERANCE * other.norm()
@@ -79,7 +80,7 @@ def test_a_nan_score_stays_visible() -> None:
     with small_blocks():
         trajectory, discounts = operands(x, None, mask)
         shaping = Shaping(scores, x, score_clip=0.5)
-        found = kernels.shaped_advantages(trajectory, shaping, discounts)
+        found = triton_backend.shaped_advantages(trajectory, shaping, discounts)
     assert found.advantages[1].isnan().all()
     assert found.advantages[0].isfinite().all()
     assert found.moments[1:].isnan().all()
@@ -94,7 +95,7 @@ def test_sums_longer_than_their_lanes() -> None:
     trajectory, discounts = operands(x, None, mask, gamma=0.99)
     given = (trajectory, Shaping(scores, x, ref, kl_coef=0.1), discounts)
     with small_blocks():
-        found = kernels.shaped_advantages(*given)
+        found = triton_backend.shaped_advantages(*given)
     expected = definition.shaped_advantages(*map(in_fp64, given))
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
@@ -130,8 +131,8 @@ def test_whiten(
         wanted = torch.where(mask.cpu(), wanted, 0.0)
     with small_blocks():
         moments = None if moments is None else moments.to(DEVICE)
-        found = kernels.whiten(poisoned, mask, shift_mean=shift_mean, moments=moments)
-        sums = kernels.whitening_moments(poisoned, mask)
+        found = triton_backend.whiten(poisoned, mask, shift_mean=shift_mean, moments=moments)
+        sums = whitening_moments(poisoned, mask)
     assert found.dtype == torch.float32
     assert_close(found, wanted)
     assert sums.tolist() == pytest.approx(
@@ -152,7 +153,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
         trajectory, discounts = operands(arrange(x), None, arrange(mask), cu_seqlens=starts)
         shaping = Shaping(scores, arrange(x), arrange(x), 0.1)
         with small_blocks():
-            found.append(kernels.shaped_advantages(trajectory, shaping, discounts))
+            found.append(triton_backend.shaped_advantages(trajectory, shaping, discounts))
     for out in found:
         assert out.kl.tolist() == [0.0] * shape[0]
         assert out.moments.tolist() == [0.0] * 3
@@ -178,7 +179,7 @@ def test_wrong_cu_seqlens_stay_inside(wrong: list[int]) -> None:
         trajectory, discounts = operands(
             room[1], room[1], mask, cu_seqlens=torch.tensor(wrong, device=DEVICE), lam=1.0
         )
-        kernels._scan(trajectory, Shaping(scores, room[1]), discounts)
+        triton_gae._scan(trajectory, Shaping(scores, room[1]), discounts)
     assert len(outputs) >= 4
     for buffer in outputs:
         assert (buffer[0] == 7.0).all()
@@ -190,9 +191,9 @@ def test_strided_tensors() -> None:
     r, v = torch.randn(3, 21, device=DEVICE), torch.randn(20, 3, device=DEVICE)
     mask = torch.rand(3, 21, device=DEVICE) < 0.7
     with small_blocks():
-        found = kernels.gae(*operands(v.T, r[:, :-1], mask[:, 1:]))
+        found = triton_backend.gae(*operands(v.T, r[:, :-1], mask[:, 1:]))
         dense = operands(v.T.contiguous(), r[:, :-1].clone(), mask[:, 1:].clone())
-        expected = kernels.gae(*dense)
+        expected = triton_backend.gae(*dense)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -201,14 +202,14 @@ def test_errors() -> None:
     x = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE)
     mask = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
     with pytest.raises(ValueError, match="values must be bfloat16, float16 or float32"):
-        kernels.gae(*operands(x, x))
+        triton_backend.gae(*operands(x, x))
     with pytest.raises(ValueError, match="x must be bfloat16, float16 or float32"):
-        kernels.whiten(x)
+        triton_backend.whiten(x)
     x = x.float()
     trajectory, discounts = operands(x, None, mask)
     shaping = Shaping(x[:, 0], x, x, kl_estimator="full")
     with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got 'full'"):
-        kernels.shaped_advantages(trajectory, shaping, discounts)
+        triton_backend.shaped_advantages(trajectory, shaping, discounts)
 
 
 # ------------------------------------------------------------------------------ public functions

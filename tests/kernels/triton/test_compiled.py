@@ -87,7 +87,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 def _defined_kernels() -> set[str]:
-    modules = ("loss", "stats", "scale", "advantages")
+    modules = ("loss", "stats", "scale", "gae", "whitening")
     return {
         name
         for module in modules
@@ -136,7 +136,7 @@ def test_every_kernel_and_every_tile_is_compiled(all_compiled: dict[int, list[Co
         if kernel.kernel in ("_ppo_loss_kernel", "_ppo_loss_full_kl_kernel")
     }
     for row_bytes in (2**14, 2**17, 2**20):
-        program = programs.of_rows(row_bytes, sweeps=2)
+        program = programs.for_rows(row_bytes, sweeps=2)
         for halvings in range(4):
             block = triton_views.tile(program, 2, singles=False, halvings=halvings)
             assert (program.num_warps, block) in compiled

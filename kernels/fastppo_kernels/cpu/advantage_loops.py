@@ -1,7 +1,6 @@
 """GAE, reward shaping and whitening on a CPU: compiled loops over each sequence.
 
-The operations, names and operands are those of `fastppo_kernels.definition`. For the unmasked
-tokens of a sequence, in fp64 and with c = γλ:
+For the unmasked tokens of a sequence, in fp64 and with c = γλ:
 
     r_t = −kl_coef·KL_t + token_reward_t   (+ the score on the last token)
     δ_t = r_t + γ·V_{t+1} − V_t
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastppo_kernels.cpu.rows import ESTIMATORS, clear, code, sampled_kl
+from fastppo_kernels.cpu.row_sweeps import clear
 from fastppo_kernels.cpu.threads import (
     CLEARANCE,
     compiled,
@@ -34,6 +33,7 @@ from fastppo_kernels.cpu.threads import (
     in_threads,
     kernel,
 )
+from fastppo_kernels.cpu.token_terms import ESTIMATORS, number_of, sampled_kl
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
     Discounts,
@@ -45,11 +45,11 @@ from fastppo_kernels.records import (
 )
 
 BLOCK = 2**14
-"""Entries per block in whitening."""
+"""Entries that whitening processes at once."""
 
 
 class _Tokens(NamedTuple):
-    """Flat arrays with an entry per token; empty for missing ones."""
+    """Flat arrays with an entry per token; a missing operand is an empty array."""
 
     values: Any
     rewards: Any
@@ -58,7 +58,7 @@ class _Tokens(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """Arrays with an entry per sequence; `bounds` [B + 1] are their starts, and the end."""
+    """Arrays with an entry per sequence; `bounds` [B + 1] are the starts, and the last end."""
 
     bounds: Any
     scores: Any
@@ -67,19 +67,22 @@ class _Sequences(NamedTuple):
     lams: Any
 
 
-class _Room(NamedTuple):
-    """The buffers of a sequence.
+class _Buffers(NamedTuple):
+    """The buffers of a thread, as long as the longest sequence.
 
+    residuals: δ in fp64.
+    estimates: the advantages in fp64.
     gathered: [6, longest sequence] in the dtype of the values, if there is a mask.
     """
 
-    delta: Any
+    residuals: Any
     estimates: Any
     gathered: Any
 
 
 @compiled
 def _count(mask):
+    """Count the unmasked entries."""
     count = 0
     for t in range(len(mask)):
         count += mask[t]
@@ -87,8 +90,8 @@ def _count(mask):
 
 
 @compiled
-def _gathered(x, mask, out):
-    """Gather the unmasked entries in `out`."""
+def _gather(x, mask, out):
+    """Gather the unmasked entries at the start of `out`, and return them."""
     place = 0
     for t in range(len(x)):
         out[place] = x[t]
@@ -97,8 +100,8 @@ def _gathered(x, mask, out):
 
 
 @compiled
-def _scattered(values, mask, out):
-    """Scatter values to the unmasked places, with zeros in between."""
+def _scatter(values, mask, out):
+    """Scatter values to the unmasked places of `out`, with zeros in between."""
     place = 0
     for t in range(len(out)):
         out[t] = values[place] if mask[t] else 0.0
@@ -107,7 +110,7 @@ def _scattered(values, mask, out):
 
 @compiled_in_lanes
 def _rewards(tokens, kl_coef, estimator, rewards):
-    """Write the shaped rewards without the score to `rewards`; return ΣKL."""
+    """Write the shaped rewards without the score to `rewards`, and return ΣKL."""
     total = 0.0
     clear(rewards[: len(tokens.values)])
     for t in range(len(tokens.ref_logprobs)):
@@ -165,7 +168,7 @@ def _sums(x):
 
 @compiled
 def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
-    """Compute A of the unmasked tokens of sequence i, contiguously; return ΣKL."""
+    """Write A of the contiguous unmasked tokens of sequence i to `estimates`, and return ΣKL."""
     values = tokens.values
     last = len(tokens.values) - 1
     if last < 0:
@@ -184,10 +187,11 @@ def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
 
 
 @kernel
-def _walk(
-    start, stop, room, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums
+def _advantage_rows(
+    start, stop, buffers, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums
 ):
-    """Write advantages and returns, and (count, ΣA, ΣA², ΣKL) per sequence to sums [B, 4]."""
+    """Write the advantages and returns of sequences start to stop, and their (count, ΣA, ΣA², ΣKL)
+    to sums [B, 4]."""
     for i in range(start, stop):
         begin = sequences.bounds[i]
         end = sequences.bounds[i + 1]
@@ -198,30 +202,30 @@ def _walk(
         count = _count(counts) if len(mask) else end - first
         has_gaps = _count(counts[count:]) > 0
         last = end if has_gaps else first + count
-        of_sequence = _Tokens(
+        operands = _Tokens(
             tokens.values[first:last],
             tokens.rewards[first:last],
             tokens.logprobs[first:last],
             tokens.ref_logprobs[first:last],
         )
-        into = advantages[first:last]
-        into_returns = returns[first:last]
+        out_advantages = advantages[first:last]
+        out_returns = returns[first:last]
         if has_gaps:
-            of_sequence = _Tokens(
-                _gathered(of_sequence.values, counts, room.gathered[0]),
-                _gathered(of_sequence.rewards, counts, room.gathered[1]),
-                _gathered(of_sequence.logprobs, counts, room.gathered[2]),
-                _gathered(of_sequence.ref_logprobs, counts, room.gathered[3]),
+            operands = _Tokens(
+                _gather(operands.values, counts, buffers.gathered[0]),
+                _gather(operands.rewards, counts, buffers.gathered[1]),
+                _gather(operands.logprobs, counts, buffers.gathered[2]),
+                _gather(operands.ref_logprobs, counts, buffers.gathered[3]),
             )
-            into = room.gathered[4, :count]
-            into_returns = room.gathered[5, :count]
-        estimates = room.estimates
-        kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, room.delta, estimates)
-        _round(estimates, of_sequence.values, into, into_returns)
-        total, squares = _sums(into)
+            out_advantages = buffers.gathered[4, :count]
+            out_returns = buffers.gathered[5, :count]
+        estimates = buffers.estimates
+        kl = _estimate(operands, sequences, kl_coef, estimator, i, buffers.residuals, estimates)
+        _round(estimates, operands.values, out_advantages, out_returns)
+        total, squares = _sums(out_advantages)
         if has_gaps:
-            _scattered(into, counts, advantages[first:last])
-            _scattered(into_returns, counts, returns[first:last])
+            _scatter(out_advantages, counts, advantages[first:last])
+            _scatter(out_returns, counts, returns[first:last])
         for out in (advantages, returns):
             clear(out[begin:first])
             clear(out[last:end])
@@ -232,8 +236,8 @@ def _walk(
 
 
 @compiled_in_lanes
-def _sum_of_block(x, mask, center):
-    """Return (count, Σ(x − center), Σ(x − center)²) in fp64."""
+def _block_moments(x, mask, center):
+    """Return (count, Σ(x − center), Σ(x − center)²) of a block, in fp64."""
     count = 0.0
     total = 0.0
     squares = 0.0
@@ -247,11 +251,11 @@ def _sum_of_block(x, mask, center):
 
 
 @kernel
-def _sum_of_blocks(start, stop, x, mask, center, sums):
-    """Write (count, Σ(x − center), Σ(x − center)²) of each block to sums [blocks, 3]."""
+def _moment_blocks(start, stop, x, mask, center, sums):
+    """Write (count, Σ(x − center), Σ(x − center)²) of blocks start to stop to sums [blocks, 3]."""
     for block in range(start, stop):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
-        count, total, squares = _sum_of_block(x[part], mask[part], center)
+        count, total, squares = _block_moments(x[part], mask[part], center)
         sums[block, 0] = count
         sums[block, 1] = total
         sums[block, 2] = squares
@@ -259,14 +263,14 @@ def _sum_of_blocks(start, stop, x, mask, center, sums):
 
 @kernel
 def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
-    """Write (x − mean)·scale + shift, 0 where masked."""
+    """Write (x − mean)·scale + shift of blocks start to stop, and 0 where masked."""
     for block in range(start, stop):
         part = x[block * BLOCK : (block + 1) * BLOCK]
-        bits = mask[block * BLOCK : (block + 1) * BLOCK]
-        into = out[block * BLOCK : (block + 1) * BLOCK]
+        counts = mask[block * BLOCK : (block + 1) * BLOCK]
+        whitened = out[block * BLOCK : (block + 1) * BLOCK]
         for j in range(len(part)):
             white = (np.float64(part[j]) - mean) * scale + shift
-            into[j] = white if len(bits) == 0 or bits[j] else 0.0
+            whitened[j] = white if len(counts) == 0 or counts[j] else 0.0
 
 
 # --------------------------------------------------------------------------------------- operations
@@ -279,25 +283,28 @@ _EMPTY = {
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> Any:
-    """Flatten a tensor to an array; None gives an empty one."""
+    """Flatten a tensor to an array of this dtype; None gives an empty array."""
     if x is None:
         return _EMPTY[dtype]
     return x.detach().to(dtype).contiguous().numpy().reshape(-1)
 
 
 def _each(number: float, values: Tensor | None, count: int) -> Any:
-    """Return an fp64 number per sequence."""
+    """Return an fp64 number per sequence: `values`, or the same `number` for all."""
     return np.full(count, number) if values is None else _flat(values, torch.float64)
 
 
-class _Walked(NamedTuple):
-    """Advantages and returns, and sums [B, 4] fp64 of (count, ΣA, ΣA², ΣKL)."""
+class _Estimated(NamedTuple):
+    """Advantages and returns, and per sequence the sums [B, 4] fp64 of (count, ΣA, ΣA², ΣKL)."""
 
     estimates: Gae
     sums: Tensor
 
 
-def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None) -> _Walked:
+def _estimate_all(
+    trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None
+) -> _Estimated:
+    """Run the loop over all sequences."""
     values = trajectory.token_values
     ends = trajectory.cu_seqlens
     dtype = accumulation_dtype(values.dtype)
@@ -315,16 +322,16 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
     mask = _flat(trajectory.mask, torch.bool)
     longest = int(np.diff(bounds).max(initial=0))
 
-    def room() -> _Room:
+    def allocate_buffers() -> _Buffers:
         gathered = np.empty((6, longest if len(mask) else 0), advantages.numpy().dtype)
-        delta = np.empty(CLEARANCE + longest + 6)[CLEARANCE:]
-        return _Room(delta, np.empty(longest + 3), gathered)
+        residuals = np.empty(CLEARANCE + longest + 6)[CLEARANCE:]
+        return _Buffers(residuals, np.empty(longest + 3), gathered)
 
     advantages = fresh(values, dtype)
     returns = fresh(values, dtype)
     sums = np.empty((count, 4))
     in_threads(
-        _walk,
+        _advantage_rows,
         count,
         _Tokens(
             values=_flat(values, dtype),
@@ -341,43 +348,43 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
             lams=_each(discounts.lam, discounts.lams, count),
         ),
         float(shaping.kl_coef),
-        code("kl_estimator", shaping.kl_estimator, ESTIMATORS),
+        number_of("kl_estimator", shaping.kl_estimator, ESTIMATORS),
         advantages.view(-1).numpy(),
         returns.view(-1).numpy(),
         sums,
         entries=values.numel(),
-        room=room,
+        buffers=allocate_buffers,
     )
-    return _Walked(Gae(advantages, returns), torch.from_numpy(sums))
+    return _Estimated(Gae(advantages, returns), torch.from_numpy(sums))
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
-    """`definition.gae`."""
-    return _walk_all(trajectory, discounts, None).estimates
+    """Compute `definition.gae`."""
+    return _estimate_all(trajectory, discounts, None).estimates
 
 
 def shaped_advantages(
     trajectory: Trajectory, shaping: Shaping, discounts: Discounts
 ) -> ShapedAdvantages:
-    """`definition.shaped_advantages`."""
-    walked = _walk_all(trajectory, discounts, shaping)
-    advantages, returns = walked.estimates
-    kl = walked.sums[:, 3].to(returns.dtype)
-    return ShapedAdvantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
+    """Compute `definition.shaped_advantages`."""
+    (advantages, returns), sums = _estimate_all(trajectory, discounts, shaping)
+    kl = sums[:, 3].to(returns.dtype)
+    return ShapedAdvantages(advantages, returns, kl, sums[:, :3].sum(0))
 
 
 def _moments_around(x: Any, mask: Any, center: float) -> Any:
+    """Return (count, Σ(x − center), Σ(x − center)²) over the mask, fp64 [3]."""
     blocks = -(-len(x) // BLOCK)
     sums = np.zeros((blocks, 3))
-    in_threads(_sum_of_blocks, blocks, x, mask, center, sums, entries=len(x))
+    in_threads(_moment_blocks, blocks, x, mask, center, sums, entries=len(x))
     return sums.sum(0)
 
 
 def _mean_and_variance(x: Any, mask: Any) -> tuple[float, float]:
     """Return mean and variance (divided by n − 1) over the mask, in one pass if possible.
 
-    Σx² − n·mean² cancels if the mean is far from 0, and sums around a close number do not. A first
-    block has such a number, unless it is far from the others.
+    Σx² − n·mean² cancels if the mean is far from 0, and sums around a number close to the mean do
+    not. The mean of the first block is such a number, unless it is far from the others.
     """
     count, total, _ = _moments_around(x[:BLOCK], mask[:BLOCK], 0.0)
     for _ in range(2):
@@ -390,12 +397,6 @@ def _mean_and_variance(x: Any, mask: Any) -> tuple[float, float]:
     return total / max(count, 1.0), (squares - excess) / max(count - 1.0, 1.0)
 
 
-def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
-    flat = _flat(x, accumulation_dtype(x.dtype))
-    return torch.from_numpy(_moments_around(flat, _flat(mask, torch.bool), 0.0))
-
-
 def whiten(
     x: Tensor,
     mask: Tensor | None = None,
@@ -403,23 +404,27 @@ def whiten(
     shift_mean: bool = True,
     moments: Tensor | None = None,
 ) -> Tensor:
-    """`definition.whiten`. `moments` are those of the whole global batch."""
+    """Compute `definition.whiten`.
+
+    Args:
+        moments: (count, Σx, Σx²) [3] of the whole global batch; None computes those of x.
+    """
     dtype = accumulation_dtype(x.dtype)
     flat = _flat(x, dtype)
-    bits = _flat(mask, torch.bool)
+    flat_mask = _flat(mask, torch.bool)
     if moments is not None:
         count, total, squares = moments.tolist()
         mean = total / max(count, 1.0)
         variance = (squares - count * mean * mean) / max(count - 1.0, 1.0)
     else:
-        mean, variance = _mean_and_variance(flat, bits)
+        mean, variance = _mean_and_variance(flat, flat_mask)
     scale = float(1.0 / np.sqrt(np.maximum(variance, 0.0) + WHITEN_EPSILON))
     out = fresh(x, dtype)
     in_threads(
         _whiten_blocks,
         -(-len(flat) // BLOCK),
         flat,
-        bits,
+        flat_mask,
         float(mean),
         scale,
         0.0 if shift_mean else float(mean),

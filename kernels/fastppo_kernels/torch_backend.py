@@ -1,7 +1,8 @@
-"""The definition in chunks of rows, for devices without kernels and for fp64 logits on a CPU.
+"""The PyTorch backend, for devices without kernels and for fp64 logits on a CPU.
 
-Slow and simple: autograd differentiates `fastppo_kernels.definition`, and the softmax of only one
-chunk is in memory.
+It is slow and simple. Logits are processed in chunks of rows, so that the softmax of only one chunk
+is in memory, and autograd differentiates `fastppo_kernels.definition`. Advantages are computed
+token by token in Python on the CPU.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from torch import Tensor
 from fastppo_kernels import definition
 from fastppo_kernels.records import (
     SUMS,
+    Discounts,
+    Gae,
     Objective,
     PerToken,
     PPORows,
+    ShapedAdvantages,
+    Shaping,
     Softmax,
     StatsGradients,
     StatsRows,
+    Trajectory,
     accumulation_dtype,
     combine_sums,
+    map_tensors,
 )
 
 CHUNK_ELEMENTS = 2**22
 """Logits per chunk."""
 
 READS_VALUES = True
-"""The host reads values: rows of weight 0 skip the lm-head's GEMMs."""
+"""The host reads values between operations, so rows of weight 0 skip the lm-head's GEMMs."""
 
 
 def _chunks(logits: Tensor) -> Iterator[Tensor]:
@@ -72,7 +79,7 @@ def ppo_loss(
     need_grad: bool = True,
     inplace: bool = False,
 ) -> PPORows:
-    """`definition.ppo_loss`; `inplace` writes dL/dlogits over the logits."""
+    """Compute `definition.ppo_loss`; `inplace` writes dL/dlogits over the logits."""
     wide = accumulation_dtype(logits.dtype)
     logprobs, entropy, kl = (
         torch.zeros(logits.shape[:-1].numel(), dtype=wide, device=logits.device) for _ in range(3)
@@ -106,7 +113,7 @@ def ppo_loss(
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
-    """`definition.token_stats`, without gradient."""
+    """Compute `definition.token_stats` without a gradient."""
     parts = []
     for rows in _chunks(logits):
         parts.append(
@@ -166,3 +173,31 @@ def _weighted_statistics(
             total = total + torch.where(derivative != 0, derivative * statistic, 0.0).sum()
             moves = moves | (derivative != 0)
     return total, moves
+
+
+def _move(record: Any, device: torch.device | str) -> Any:
+    """Move the record's tensors to a device."""
+    return map_tensors(lambda x: x.to(device), record)
+
+
+def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
+    """Compute `definition.gae`."""
+    estimates = definition.gae(_move(trajectory, "cpu"), _move(discounts, "cpu"))
+    return _move(estimates, trajectory.token_values.device)
+
+
+def shaped_advantages(
+    trajectory: Trajectory, shaping: Shaping, discounts: Discounts
+) -> ShapedAdvantages:
+    """Compute `definition.shaped_advantages`."""
+    estimates = definition.shaped_advantages(
+        _move(trajectory, "cpu"), _move(shaping, "cpu"), _move(discounts, "cpu")
+    )
+    return _move(estimates, trajectory.token_values.device)
+
+
+def whiten(
+    x: Tensor, mask: Tensor | None = None, *, shift_mean: bool = True, moments: Tensor | None = None
+) -> Tensor:
+    """Compute `definition.whiten`."""
+    return definition.whiten(x, mask, shift_mean=shift_mean, moments=moments)

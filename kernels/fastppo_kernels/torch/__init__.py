@@ -1,1 +1,0 @@
-"""PyTorch backend: the definition in chunks of rows."""
