@@ -393,7 +393,7 @@ def test_help_shows_the_options_of_a_word(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help", "Truncated"])  # in help texts only
     shown = capsys.readouterr().out
-    assert {"missing_eos_penalty", "bootstrap_truncated"} <= set(re.findall(r"--(\w+) ", shown))
+    assert {"missing_eos_penalty", "truncated"} <= set(re.findall(r"--(\w+) ", shown))
     with pytest.raises(SystemExit):
         cli.main(["train", "--help", "nonsense"])
     assert "the sections are: Policy, Weights and adapters" in capsys.readouterr().err

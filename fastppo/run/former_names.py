@@ -2,6 +2,7 @@
 
 FORMER_NAMES: dict[str, str] = {
     "allow_config_change": "resume=force",
+    "bootstrap_truncated": "truncated=bootstrap",
     "critic_frozen": "critic_options={frozen: attention}",
     "eval_sampling": "eval_prompts",
     "generate_batch_size": "engine_options={batch_size: 32}",

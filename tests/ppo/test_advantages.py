@@ -35,9 +35,11 @@ def _made(
     exact_kl: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     masks: bool = False,
+    bootstraps: bool = False,
     **options: Any,
 ) -> BatchAdvantages:
-    options = {"whiten_advantages": False, "truncated": "mask" if masks else "learn", **options}
+    handling = "bootstrap" if bootstraps else "mask" if masks else "learn"
+    options = {"whiten_advantages": False, "truncated": handling, **options}
     config = PPOConfig(advantage=kind, **options)
     return make_advantages(
         BATCH,
@@ -272,12 +274,12 @@ def test_whitening_on_and_off(kind: str) -> None:
 # -------------------------------------------------------------------------------------- the rewards
 
 
-def test_bootstrap_truncated_adds_the_last_value() -> None:
+def test_bootstrapping_adds_the_last_value() -> None:
     truncated = (True, False, True)
     plain = _made(truncated=truncated)
     assert torch.equal(plain.returns, _made().returns)
     last = BATCH.cu_seqlens[1:] - 1
-    boot = _made(truncated=truncated, bootstrap_truncated=True, gamma=0.9)
+    boot = _made(truncated=truncated, bootstraps=True, gamma=0.9)
     wanted = SCORES + 0.9 * OLD.final_values * torch.tensor(truncated)
     torch.testing.assert_close(boot.returns[last], wanted)
 

@@ -45,7 +45,7 @@ def _passes(trainer: PPOTrainer) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("options", [{}, {"bootstrap_truncated": True}, {"temperature": 0.7}])
+@pytest.mark.parametrize("options", [{}, {"truncated": "bootstrap"}, {"temperature": 0.7}])
 def test_sampler_logprobs_are_used_without_a_forward_pass(
     architecture: str, options, tmp_path: Path
 ) -> None:
@@ -60,7 +60,7 @@ def test_sampler_logprobs_are_used_without_a_forward_pass(
     torch.testing.assert_close(old.values, wanted.values, rtol=1e-5, atol=1e-5)
     assert old.importance_weights is None
     assert old.metrics == {}
-    if options.get("bootstrap_truncated"):
+    if options.get("truncated") == "bootstrap":
         cut = torch.tensor(rollout.truncated)
         assert cut.any()
         torch.testing.assert_close(
@@ -105,7 +105,7 @@ def test_sampler_logprobs_can_be_forced_under_bf16(tmp_path: Path) -> None:
     ("options", "passes_of_the_policy"),
     [
         ({"value_model": "critic"}, []),
-        ({"value_model": "critic", "bootstrap_truncated": True, "rollout": "generate"}, []),
+        ({"value_model": "critic", "truncated": "bootstrap", "rollout": "generate"}, []),
         ({"rollout": "generate"}, [6]),
     ],
     ids=["critic", "critic-generate", "shared-generate"],

@@ -121,7 +121,7 @@ def test_token_rewards_skip_environment_tokens(tmp_path: Path) -> None:
 
 def test_a_truncated_episode_bootstraps_after_the_observation(tmp_path: Path) -> None:
     """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
-    more = {"bootstrap_truncated": True, "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
+    more = {"truncated": "bootstrap", "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
     trainer = _trainer(tmp_path, **more, whiten_advantages=False)
     prompts, rollout = trainer.episode_runner.run(
         first_prompts(trainer, 16), trainer.engine, trainer.sampling
@@ -225,7 +225,11 @@ def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
     truncated = [True, False, True]
     options = PPOConfig(
         **{"advantage": "turn_gae", "gamma": 0.9, "lam": 0.7, "kl_coef": 0.3, "kl_estimator": "k3"},
-        **{"whiten_advantages": False, "bootstrap_truncated": bootstrap, "value_lam": 0.4},
+        **{
+            "whiten_advantages": False,
+            "truncated": "bootstrap" if bootstrap else "learn",
+            "value_lam": 0.4,
+        },
     )
     old = OldPolicy(logprobs, values, final)
     scores = Scores(last, within, batch.generated_lengths.tolist())

@@ -73,7 +73,7 @@ def random_states(count: int = 40, width: int = 6) -> Tensor:
         {"precision": "bf16"},
         {"value_model": "detached"},
         {"value_model": "critic", "value_head": "closed_form"},
-        {"gamma": 0.9, "bootstrap_truncated": True},
+        {"gamma": 0.9, "truncated": "bootstrap"},
         {
             **environments.OPTIONS,
             "environment": environments.Exact,

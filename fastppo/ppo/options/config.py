@@ -152,6 +152,11 @@ class PPOConfig(
         return self.reference_model is not None and self.wants_reference
 
     @property
+    def bootstrap_truncated(self) -> bool:
+        """Whether a truncated response continues by the value of its last state."""
+        return self.truncated == "bootstrap"
+
+    @property
     def value_rate(self) -> float:
         """Peak learning rate of the value function's trained parameters, like `policy_rate`."""
         if self.value_learning_rate is not None:
@@ -319,7 +324,7 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
         ),
         (
             config.bootstrap_truncated and advantage not in ("gae", "turn_gae"),
-            f"bootstrap_truncated is for advantage=gae or turn_gae; {advantage} uses complete "
+            f"truncated=bootstrap is for advantage=gae or turn_gae; {advantage} uses complete "
             "returns",
         ),
         (

@@ -33,8 +33,10 @@ class RewardOptions(Options):
         "Penalty to subtract from the score of a truncated response, in reward units",
         minimum=0,
     )
-    truncated: Literal["learn", "mask"] = option(
-        "learn", "mask: leave truncated responses out of the loss"
+    truncated: Literal["learn", "mask", "bootstrap"] = option(
+        "learn",
+        "What to do with truncated responses: learn treats them as finished, mask leaves them out "
+        "of the loss, and bootstrap continues them by the value of their last state",
     )
     score_normalization: Literal["none", "running"] = option(
         "none", "running divides scores by the standard deviation of all scores so far"

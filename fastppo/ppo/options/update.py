@@ -207,9 +207,6 @@ class AdvantageOptions(Options):
         "Normalize the advantages of a batch to mean 0 and variance 1; default: true, and false "
         "for advantage=group",
     )
-    bootstrap_truncated: bool = option(
-        False, "Bootstrap truncated responses from their last value instead of 0"
-    )
 
 
 @dataclass(kw_only=True, frozen=True)

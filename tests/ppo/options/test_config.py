@@ -107,7 +107,7 @@ def test_an_unknown_key_of_a_mapping_is_answered_with_the_known_ones() -> None:
             "whiten_advantages",
         ),
         ({"dynamic_sampling": 1}, "dynamic_sampling"),
-        ({"advantage": "sequence", "bootstrap_truncated": True}, "bootstrap_truncated"),
+        ({"advantage": "sequence", "truncated": "bootstrap"}, "truncated"),
         (ONE_STEP, "learning_rate"),
         (ONE_STEP | {"learning_rate": 1e-5, "objective": "penalty"}, "learning_rate"),
         (ONE_STEP | {"learning_rate": 1e-5, "early_stop_kl": 0.1}, "learning_rate"),

@@ -83,7 +83,7 @@ def test_sampling_follows_the_options(tmp_path: Path) -> None:
 
 
 def test_the_engine_samples_from_the_policy_unless_another_is_given(tmp_path: Path) -> None:
-    components = _build(tmp_path, engine_options={"batch_size": 3}, bootstrap_truncated=True)
+    components = _build(tmp_path, engine_options={"batch_size": 3}, truncated="bootstrap")
     assert isinstance(components.engine, DecoderEngine)
     assert components.engine.policy is components.model
     assert (components.engine.batch_size, components.engine.final_values) == (3, True)
