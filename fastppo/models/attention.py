@@ -37,7 +37,7 @@ GROUPED_HEADS: dict[str, Any] = (
 
 
 def mark(device: torch.device) -> Tensor:
-    """Return the stand-in for a mask that masks nothing."""
+    """Return the placeholder that stands for a purely causal mask."""
     return torch.zeros(1, 1, 0, 0, device=device)
 
 
@@ -58,7 +58,7 @@ def window(trunk: PreTrainedModel) -> int | None:
 
 
 def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
-    """Whether the trunk's attention functions know the mark."""
+    """Return whether the trunk's attention functions know the mark."""
     config = trunk.config.get_text_config()
     return (
         trunk._supports_attention_backend
@@ -68,7 +68,7 @@ def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
 
 
 def packs_without_mask(trunk: PreTrainedModel) -> bool:
-    """Whether the kernels for packed rows support the trunk's device and dtype."""
+    """Return whether the kernels for packed rows support the trunk's device and dtype."""
     device = trunk.device.type
     dtype = trunk.dtype
     if torch.is_autocast_enabled(device):

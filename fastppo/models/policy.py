@@ -40,7 +40,8 @@ class LanguageModel(nn.Module):
 
     Args:
         peft: the PEFT model around `causal_lm`, if it has adapters.
-        compute_dtype: of the matrix products; None is that of the weights.
+                compute_dtype: the dtype of the matrix products; None means the dtype of the
+                    weights.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class LanguageModel(nn.Module):
         return self.compute_dtype is None and self.head.weight.dtype == torch.float32
 
     def autocast(self) -> AbstractContextManager:
-        """Form matrix products in the compute dtype, in forward pass and loss."""
+        """Run the matrix products of forward pass and loss in the compute dtype."""
         return autocast(self.device, self.compute_dtype)
 
     def layout(self, batch: Batch) -> Layout:
@@ -160,7 +161,7 @@ class LanguageModel(nn.Module):
         """Compare trunk and head with the model's own logits on a small batch.
 
         Raises:
-            ValueError: they differ, as by a logit transform that FastPPO does not know.
+            ValueError: they differ, for example by a logit transform that FastPPO does not know.
         """
         length = min(8, self.context or 8)
         ids = torch.arange(2 * length, device=self.device).view(2, length)
@@ -187,7 +188,7 @@ class LanguageModel(nn.Module):
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of the two heads at N positions, and the values."""
+    """Inputs of the two heads at N positions, and the values there."""
 
     hidden: Tensor
     """[N, H] the policy's final hidden states."""
@@ -212,7 +213,8 @@ class ActorCritic(LanguageModel):
     """Policy and value function.
 
     Args:
-        value_function: of `fastppo.models.value`; by default a head on the shared trunk.
+                value_function: a class of `fastppo.models.value`; by default a head on the shared
+                    trunk.
     """
 
     def __init__(

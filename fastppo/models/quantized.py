@@ -30,7 +30,7 @@ def nf4_config(dtype: torch.dtype) -> Any:
     """Return transformers' config for NF4 weights with quantized scales.
 
     Args:
-        dtype: of the matrix products.
+                dtype: the dtype of the matrix products.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -48,8 +48,8 @@ def nf4_config(dtype: torch.dtype) -> Any:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether the module is a 4-bit linear layer."""
-    # PEFT's wrapper has the same class name, but no weight of its own.
+    """Return whether the module is a 4-bit linear layer."""
+    # PEFT's wrapper has the same class name, but does not hold the weight itself.
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return type(module).__name__ == "Linear4bit" and hasattr(weight, "quant_state")
 
