@@ -24,7 +24,7 @@ class GrowingCache(DynamicCache):
     transformers' own layers copy the whole cache for every token.
 
     Args:
-                config: the model's config.
+        config: the model's config.
         dtype: the dtype of the cached keys and values; None keeps the dtype they arrive in.
     """
 

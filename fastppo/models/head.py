@@ -72,7 +72,7 @@ class Head(NamedTuple):
 
         Args:
             tokens: [N] int64.
-                        options: further keywords of `fastppo.token_stats`.
+            options: further keywords of `fastppo.token_stats`.
 
         Returns:
             [N] fp32 each, nats, differentiable.

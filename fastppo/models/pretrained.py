@@ -106,9 +106,9 @@ def load_whole(
     """Load a model with all its weights from a directory or hub name.
 
     Args:
-                auto_class: a class of transformers, such as AutoModelForCausalLM.
+        auto_class: a class of transformers, such as AutoModelForCausalLM.
         what: name of the option, for the message.
-                may_lack: a function of the model and the name of a missing weight that returns
+        may_lack: a function of the model and the name of a missing weight that returns
                     whether the
             weight may be initialized at random. By default none may.
 

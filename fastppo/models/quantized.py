@@ -30,7 +30,7 @@ def nf4_config(dtype: torch.dtype) -> Any:
     """Return transformers' config for NF4 weights with quantized scales.
 
     Args:
-                dtype: the dtype of the matrix products.
+        dtype: the dtype of the matrix products.
 
     Raises:
         ValueError: bitsandbytes is not installed.

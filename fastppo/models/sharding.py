@@ -5,7 +5,7 @@ Layers, an untied embedding and the value head are FSDP groups, gathered when th
 the last norm and the lm-head, belongs to the root, which stays gathered from a forward pass to the
 end of its backward pass. So `head.weight` is a plain tensor for the losses, tied or not.
 
-        hidden, forward, values, language_model_loss, padded_states
+    hidden, forward, values, language_model_loss, padded_states
                             forward passes; each gathers the weights it needs, so all ranks must run
                             the same number of passes
     unsharded(model)        gathers the whole model on every rank for a block, for rollouts and

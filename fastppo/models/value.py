@@ -131,7 +131,7 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
     """Return a critic initialized from a reward model: the value of a state is the text's score.
 
     Args:
-                name: the model's name, for messages.
+        name: the model's name, for messages.
 
     Raises:
         ValueError: the model has several labels, or no `score` layer (an encoder).

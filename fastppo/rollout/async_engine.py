@@ -39,7 +39,7 @@ class AsyncEngine(RolloutEngine):
     """Generate one batch ahead of the learner.
 
     Args:
-                engine: an engine with `holds_weights` and `draws_by_row`.
+        engine: an engine with `holds_weights` and `draws_by_row`.
     """
 
     holds_weights = True
@@ -57,7 +57,7 @@ class AsyncEngine(RolloutEngine):
         """Prepare for an iteration.
 
         Args:
-                        next_prompts: the prompts of the following iteration; empty in the last
+            next_prompts: the prompts of the following iteration; empty in the last
                             iteration.
         """
         self._is_training = True
@@ -131,7 +131,7 @@ class CopyEngine(RolloutEngine):
     """Decode with a copy of the policy.
 
     Args:
-                engine: the engine that decodes with the copy.
+        engine: the engine that decodes with the copy.
         policy_copy: a copy of the policy's causal LM.
     """
 

@@ -33,11 +33,11 @@ class DecoderEngine(RolloutEngine):
     """Decode with the policy in training, `batch_size` rows at a time.
 
     Args:
-                policy: the policy; an `ActorCritic` without a separate critic also gives values.
-                final_values: whether to compute the value after the last token of truncated
+        policy: the policy; an `ActorCritic` without a separate critic also gives values.
+        final_values: whether to compute the value after the last token of truncated
                     responses, at the
             cost of one more forward pass of the trunk.
-                tokenizer: the policy's tokenizer, needed for stop strings only.
+        tokenizer: the policy's tokenizer, needed for stop strings only.
     """
 
     same_weights = True

@@ -26,9 +26,9 @@ def make_engine(
     """Return the engine, and a warning if it differs from the one asked for.
 
     Args:
-                name: `decoder` or `generate`.
-                batch_size: number of sequences decoded at once; None decodes all.
-                final_values: an argument of `DecoderEngine`.
+        name: `decoder` or `generate`.
+        batch_size: number of sequences decoded at once; None decodes all.
+        final_values: an argument of `DecoderEngine`.
         static_cache: an argument of `GenerateEngine`.
     """
     generate = GenerateEngine(

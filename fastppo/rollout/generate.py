@@ -87,7 +87,7 @@ class GenerateEngine(RolloutEngine):
     """Sample with `model.generate`, `batch_size` rows at a time.
 
     Args:
-                tokenizer: the policy's tokenizer, needed for stop strings only.
+        tokenizer: the policy's tokenizer, needed for stop strings only.
         static_cache: whether to use transformers' static KV cache. On a GPU `generate` then
             compiles the decoding step, and the first rollout waits for the compiler.
     """

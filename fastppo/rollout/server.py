@@ -97,7 +97,7 @@ class ServerEngine(RolloutEngine):
     """Sample from vLLM servers.
 
     Args:
-                urls: the servers' addresses, http://host:port. Each server takes an equal share of
+        urls: the servers' addresses, http://host:port. Each server takes an equal share of
                     a batch.
         policy: the policy with the first weights.
         directory: the directory for weights; all servers must see it under the same path.
@@ -265,7 +265,7 @@ class Server:
         """Load the weights into the server if needed, and wait for it if it is unavailable.
 
         Args:
-                    closing: an event that ends the wait.
+            closing: an event that ends the wait.
 
         Raises:
             RolloutError: the server stays unavailable, or `closing` was set.

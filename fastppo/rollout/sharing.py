@@ -26,7 +26,7 @@ class SharedEngine(RolloutEngine):
     """Run this rank's engine on its share of the prompts.
 
     Args:
-                engine: this rank's engine.
+        engine: this rank's engine.
     """
 
     def __init__(self, engine: RolloutEngine, policy: LanguageModel, world: World) -> None:

@@ -17,7 +17,7 @@ class StopStrings:
     each call decodes only these.
 
     Args:
-                tokenizer: the policy's tokenizer; may be None if there are no strings.
+        tokenizer: the policy's tokenizer; may be None if there are no strings.
         strings: the non-empty strings that end a response.
 
     Raises:

@@ -55,7 +55,7 @@ class VLLMEngine(RolloutEngine):
     """Sample with vLLM. A process can have only one such engine.
 
     Args:
-                policy: the policy with the architecture, the dtype and the first weights.
+        policy: the policy with the architecture, the dtype and the first weights.
         tokenizer: the policy's tokenizer, needed for stop strings.
         batch_size: maximum number of responses decoded at once; None is vLLM's default.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes and reads its own shards.
+"""Write and read sharded checkpoints, each rank its own shards.
 
 torch.distributed.checkpoint stores them as safetensors files in `shards/` of a checkpoint, under
 the names `model.NAME`, `optimizer.NAME.exp_avg` and `reference.NAME`. Any number of ranks can read
@@ -26,11 +26,11 @@ FOLDER = "shards"
 
 
 class Saved(NamedTuple):
-    """The tensors of a checkpoint, as this rank holds them."""
+    """Tensors of a checkpoint, as this rank holds them."""
 
     model: dict[str, Tensor]
     optimizer: dict[int, dict[str, Any]]
-    """The optimizer's state by the index of the weight."""
+    """State of the optimizer by the index of the weight."""
     reference: dict[str, Tensor]
 
 
@@ -90,7 +90,7 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
             saved.model[name] = targets[key]
     _load(targets, reader)
     for name, index in indices.items():
-        # Shards are in fp32; an unsharded weight in half precision has a master beside it.
+        # Shards are fp32; an unsharded weight in half precision has a separate fp32 master.
         weight = saved.model.get(name)
         if weight is not None and optimizer.weights[index].dtype != weight.dtype:
             saved.optimizer.setdefault(index, {}).setdefault("master", weight)
@@ -118,7 +118,7 @@ def read_weights(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def shape_error(path: Path, name: str, saved_shape: Sequence[int], shape: Sequence[int]) -> str:
-    """The message for a tensor of another shape."""
+    """Return the message for a tensor of another shape."""
     return (
         f"{path} does not fit the model: {name} is {list(saved_shape)} there and {list(shape)} here"
     )
@@ -127,19 +127,19 @@ def shape_error(path: Path, name: str, saved_shape: Sequence[int], shape: Sequen
 def _load(targets: dict[str, Any], reader: HuggingFaceStorageReader) -> None:
     """Read a checkpoint into the tensors of the same names."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
+        warnings.filterwarnings("ignore", "torch.distributed is")  # that there is only one process
         with _as_os_error():
             dcp.load(targets, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:
-    """The names of the optimizer's weights, in its order."""
+    """Return the names of the optimizer's weights, in the optimizer's order."""
     by_weight = {id(p): name for name, p in model.named_parameters()}
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
 def _empty(saved: Any, weight: Tensor) -> Tensor:
-    """A tensor to read a saved one into, sharded like the weight if it has its shape."""
+    """Return a tensor to read a saved one into, sharded like the weight if the shapes agree."""
     dtype = saved.properties.dtype
     if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
