@@ -2,9 +2,9 @@
 
     python -m benchmarks.docs
 
-All of it comes from the files in benchmarks/results. The page and the chart are written whole; in
-the README only the text between markers is. `tests/benchmarks/test_docs.py` fails when they differ
-from the results.
+The numbers come from the files in benchmarks/results. The page and the chart are written
+completely; in the README, only the text between markers is replaced.
+`tests/benchmarks/test_docs.py` fails if they differ from the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHART = ROOT / "docs" / "speedups.svg"
 
 NOT_MEASURED = predictions.NOT_MEASURED
 PLAIN = ("eager PyTorch", "Python loop")
-"""Providers without a library: the second where eager PyTorch needs a loop."""
+"""Names of the providers without a library; the second is used where eager PyTorch needs a loop."""
 
 HEADER = [
     "operation",
@@ -60,7 +60,7 @@ timed."""
 def page(devices: Sequence[Results]) -> str:
     """Return docs/benchmarks.md.
 
-    Among CPUs only the newest shows growth, promises and memory; memory is the same on all CPUs.
+    Growth, promises and memory are shown for the newest CPU only; memory is the same on all CPUs.
     """
     newest = newest_cpu(devices)
     newest_grid = _newest_grid(devices)
@@ -286,7 +286,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 class Comparison(NamedTuple):
-    """FastPPO against another implementation on one CPU."""
+    """Comparison of FastPPO with another implementation on one CPU."""
 
     what: str
     against: str
