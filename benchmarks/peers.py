@@ -88,7 +88,7 @@ def trl_stats(device: torch.device) -> Stats:
 
 TRL_COLUMNS = 8192
 TRL_KERNEL_COLUMNS = 32768
-"""Columns per chunk of logits. Users choose it in TRL 1.12; newer trainers fix it."""
+"""Columns per chunk of logits. Users of TRL 1.12 choose the first; newer trainers use the other."""
 
 
 def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) -> Stats:
