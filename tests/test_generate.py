@@ -116,15 +116,15 @@ def test_control_characters_are_escaped(tmp_path) -> None:
 
 
 def test_wrong_input_raises(two, reward, tmp_path) -> None:
-    with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
+    with pytest.raises(ValueError, match="prompt or prompts"):
         _config(tmp_path, models=two, prompts="p.jsonl")
-    with pytest.raises(ValueError, match="max_turns has an effect only with environment"):
+    with pytest.raises(ValueError, match=r"max_turns .*environment"):
         _config(tmp_path, models=two, max_turns=2)
-    with pytest.raises(ValueError, match="expected a prompt or a file of prompts"):
+    with pytest.raises(ValueError, match="prompts"):
         generate(_config(tmp_path, models=two, prompt=None))
-    with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):
+    with pytest.raises(DataError, match=r"before/policy: .*row 1: .* 2 tokens"):
         generate(_config(tmp_path, models=two, max_new_tokens=63))
-    with pytest.raises(RewardError, match="'broken' returned nan"):
+    with pytest.raises(RewardError, match=r"'broken' .*nan"):
         generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
 
 

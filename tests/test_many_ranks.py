@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,34 +175,29 @@ def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -
         2, many_ranks.train_without_room_in_a_layer, tmp_path, str(tmp_path)
     )
     assert (first_code, second_code) == (1, 1)
-    assert "rank 0 of 2: another rank has ended; see the last output of that rank" in first_error
-    assert "out of memory in one of several processes: CUDA out of memory" in second_error
-    assert "with a smaller microbatch_size or microbatch_tokens" in second_error
+    assert "rank 0 of 2" in first_error
+    assert "CUDA out of memory" in second_error
+    assert re.search("microbatch_size .*microbatch_tokens", second_error)
 
 
 @pytest.mark.parametrize(
-    ("options", "refused", "allowed", "message"),
+    ("options", "refused", "allowed", "named"),
     [
-        ({"precision": "fp16"}, 2, 1, "2 processes: the loss scale of precision=fp16 follows"),
-        (
-            {"quantization": "nf4", "lora_rank": 4},
-            2,
-            1,
-            "2 processes: the weights of quantization=nf4 cannot be sharded",
-        ),
+        ({"precision": "fp16"}, 2, 1, "precision=fp16"),
+        ({"quantization": "nf4", "lora_rank": 4}, 2, 1, "quantization=nf4"),
         (
             {"rollout": "vllm", "vllm_tensor_parallel_size": 2},
             3,
             4,
-            "must divide the number .*: got 2 and 3",
+            "2 and 3",
         ),
     ],
 )
 def test_options_that_exclude_a_number_of_processes_are_rejected(
-    options: dict[str, Any], refused: int, allowed: int, message: str
+    options: dict[str, Any], refused: int, allowed: int, named: str
 ) -> None:
     config = PPOConfig(**options)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         check_processes(config, refused)
     check_processes(config, allowed)
 

@@ -81,7 +81,7 @@ def test_recorded_differences_name_packages_and_are_no_answers() -> None:
 
 
 def test_an_output_without_an_answer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"outputs \['logprobs'\] must be some of"):
+    with pytest.raises(ValueError, match="'logprobs'"):
         difference(fixtures()["gae-gap"], {"logprobs": torch.zeros(3, 6)})
 
 

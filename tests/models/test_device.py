@@ -40,16 +40,12 @@ def test_choose_device(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("mps", "device must be auto, cpu, cuda, cuda:1, …, got 'mps'$"),
-        ("cpu:1", "device must be auto, cpu, cuda, cuda:1, …, got 'cpu:1'$"),
-        ("cuda:2", "device=cuda:2: torch .* sees 2 GPUs here"),
-    ],
+    ("name", "named"),
+    [("mps", "device .*'mps'"), ("cpu:1", "device .*'cpu:1'"), ("cuda:2", "device=cuda:2.* 2 GPU")],
 )
-def test_a_device_that_does_not_exist_is_refused(name, says, monkeypatch) -> None:
+def test_a_device_that_does_not_exist_is_refused(name, named, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=named):
         choose_device(name)
 
 

@@ -188,8 +188,7 @@ def test_a_run_waits_for_a_dead_server_and_then_ends_with_a_checkpoint(
     assert max(gaps) < 1e-4, "a restarted server gets the weights again"
 
     dies = make_trainer(tmp_path / "dies", **options, rewards=[counting(2, running.end)])
-    sentence = r"waited 1 s for http.*refused.*after 2 of 3 .*checkpoint-000002"
-    with pytest.raises(RolloutError, match=sentence):
+    with pytest.raises(RolloutError, match=rf"{running.url}.* 2 of 3 .*checkpoint-000002"):
         dies.train()
     running.start()
     resumed = make_trainer(tmp_path / "dies", **options, rewards=[counting()], resume=True)
@@ -207,9 +206,7 @@ def test_invalid_responses_end_a_run_with_a_checkpoint(
 
     options = {**OPTIONS, "rollout_urls": [start().url]}
     trainer = make_trainer(tmp_path, **options, rewards=[counting(2, go_wrong)])
-    with pytest.raises(
-        RolloutError, match=r"one finite logprob .*after 2 of 3 .*checkpoint-000002"
-    ):
+    with pytest.raises(RolloutError, match=r"logprob.* 2 of 3 .*checkpoint-000002"):
         trainer.train()
 
 
@@ -222,7 +219,7 @@ def test_many_requests_to_a_dead_server_print_one_message(
     trainer = make_trainer(
         tmp_path, **OPTIONS, rollout_urls=[running.url], console=Console(file=shown)
     )
-    with pytest.raises(RolloutError, match="waited 1 s"):
+    with pytest.raises(RolloutError, match=running.url):
         trainer.engine.generate([[3]] * 20, trainer.sampling)
     assert shown.getvalue().count("waiting for") == 1
 
@@ -234,8 +231,7 @@ def test_only_unanswered_requests_are_sent_again(
     works = start()
     fails = start(**{"v1/completions": 429})
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
-    sentence = r"no answer to 2 of 4 requests in 5 rounds.*answered 429: a sent"
-    with pytest.raises(RolloutError, match=sentence):
+    with pytest.raises(RolloutError, match=r"2 of 4 .* 429"):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
     asked = [each.log().count("/v1/completions") for each in (works, fails)]
     assert asked == [2, 2 * server.MAX_ROUNDS]
@@ -250,38 +246,35 @@ def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
         drawing = pool.submit(trainer.engine.generate, [[3]], trainer.sampling)
         assert waits.wait(60)
         trainer.engine.close()
-        with pytest.raises(RolloutError, match="engine was closed"):
+        with pytest.raises(RolloutError, match="closed"):
             drawing.result()
 
 
 @pytest.mark.parametrize(
-    ("status", "sentence"),
-    [
-        (404, r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"),
-        (200, "answered no JSON object with 'weight_version'"),
-    ],
+    ("status", "named"),
+    [(404, r"weight_info.*404.*VLLM_SERVER_DEV_MODE"), (200, "weight_version")],
 )
 def test_a_server_other_than_vllms_is_refused(
-    status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
+    status: int, named: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
-    with pytest.raises(RolloutError, match=sentence):
+    with pytest.raises(RolloutError, match=named):
         trainer.train()
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "named"),
     [
-        ({"token_ids": [10**9]}, r"response 0 must be 1 to 4 token ids in \[0, 43\), got \[1000"),
-        ({"logprobs": {"token_logprobs": []}}, "response 0 must have one finite logprob per token"),
-        ({"logprobs": {}}, "does not answer as vLLM does"),
+        ({"token_ids": [10**9]}, "response 0 .*1000000000"),
+        ({"logprobs": {"token_logprobs": []}}, "response 0 .*logprob"),
+        ({"logprobs": {}}, "http"),
     ],
 )
 def test_invalid_responses_are_refused(
-    changes: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
+    changes: dict[str, Any], named: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(changes).url])
-    with pytest.raises(RolloutError, match=sentence):
+    with pytest.raises(RolloutError, match=named):
         trainer.engine.generate([[3]], trainer.sampling)
 
 
@@ -289,7 +282,7 @@ def test_a_prefix_cache_that_is_not_emptied_is_an_error(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     urls = [start({"success": False}).url]
-    with pytest.raises(RolloutError, match="did not empty its prefix cache: does it"):
+    with pytest.raises(RolloutError, match="prefix cache"):
         make_trainer(tmp_path, **OPTIONS, rollout_urls=urls).train()
 
 

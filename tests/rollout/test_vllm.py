@@ -161,7 +161,7 @@ def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) 
     engine._on_gpu = True
     engine.release()
     engine.release()
-    with pytest.raises(RuntimeError, match="has no weights"):
+    with pytest.raises(RuntimeError, match="weights"):
         engine.generate(PROMPTS, Sampling(4))
     engine.weights_changed(LanguageModel(tiny.model()))
     assert listener.calls == [
@@ -187,7 +187,7 @@ def test_two_processes_hand_over_full_weights_one_at_a_time(lora_rank: int, tmp_
 
 
 def test_tensor_parallelism_in_one_process_is_refused(listener: Listener) -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must divide .*got 1"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2"):
         listening_engine(tensor_parallel_size=2)
 
 

@@ -42,7 +42,7 @@ def test_while_training_the_first_signal_is_noted_and_a_second_ends_the_process(
         with pytest.raises(PhaseEndedError):
             request.end_phase()
     assert {signum: signal.getsignal(signum) for signum in STOPPING} == before
-    assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
+    assert signum.name in capfd.readouterr().err
 
 
 def test_a_forked_process_ends_at_the_first_signal() -> None:

@@ -113,7 +113,7 @@ def test_a_failed_run_is_closed_in_the_tracker(heard: Heard, tmp_path: Path) -> 
 
 def test_a_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "is_wandb_available", lambda: False)
-    with pytest.raises(ImportError, match="report_to=wandb needs wandb: pip install wandb"):
+    with pytest.raises(ImportError, match=r"report_to=wandb.* pip install wandb"):
         trackers.make_trackers(["wandb"], TrackedRun(tmp_path))
 
 
