@@ -30,7 +30,7 @@ def assert_learns(printed: str) -> None:
 
 @pytest.mark.slow
 def test_the_task_example_learns_to_call_and_to_answer(tmp_path: Path) -> None:
-    """On held-out sums. A random policy calls in 1 of 23 first turns."""
+    """The rewards are those of held-out sums. A random policy calls in 1 of 23 first turns."""
     printed = run(str(ROOT / "examples" / "tasks.py"), cwd=tmp_path)
     numbers = re.findall(r"left out (\S+)  held-out (\S+)  greedy (\S+)", printed)
     (_, _, (left_out, held_out, greedy)) = [tuple(map(float, row)) for row in numbers]

@@ -117,7 +117,7 @@ def stage_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, fl
 
 @pytest.mark.slow
 def test_two_processes_match_one_in_all_stages(tmp_path: Path) -> None:
-    """Up to fp32 rounding; with LoRA, uneven batches, and batches of a single row."""
+    """Runs agree up to fp32 rounding, with LoRA, uneven batches, and batches of a single row."""
     base = tiny.saved_model(tmp_path / "base")
     one, two = (
         ranks.run(n, many_ranks.train_stages, tmp_path / str(n), str(tmp_path / str(n)), base)
@@ -170,7 +170,7 @@ def test_a_hanging_process_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -> None:
-    """Before the timeout, although the first process waits for the second's shard."""
+    """The run ends before the timeout, although the first process waits for the second's shard."""
     (first_code, first_error), (second_code, second_error) = ranks.start(
         2, many_ranks.train_without_room_in_a_layer, tmp_path, str(tmp_path)
     )

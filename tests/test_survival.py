@@ -68,7 +68,7 @@ def _flip_a_bit(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder: Folder, run) -> None:
-    """The run ends in the bits of a run without damage."""
+    """The run ends with the bits of a run without damage."""
     options = {"iterations": 2, "reference_refresh": 1, "kl_coef": 0, "kl_loss_coef": 0.1}
     assert run(**options)[0] == 0
     bits = folder.bits()
@@ -165,7 +165,7 @@ ENDS = {
 
 @pytest.mark.parametrize("reason", ENDS)
 def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> None:
-    """On the console, in the records and the report, and when it is resumed."""
+    """The console, the records, the report and the resumed run give the reason."""
     options, act, expected = ENDS[reason]
     if act:
         folder.write_reward(f"calls == 2 and {act}")
@@ -296,7 +296,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(folder: Folder, run, small_files
 
 
 def test_another_run_is_resumed_only_if_allowed(folder: Folder, run) -> None:
-    """Its differences are printed in both cases."""
+    """The differences are printed in both cases."""
     assert run(iterations=1)[0] == 0
     config = folder.run / "config.yaml"
     written = config.read_bytes()

@@ -55,7 +55,7 @@ class KeyAndDoor:
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return the position, the reward, and whether the episode is over.
 
-        Words other than a move, and moves against a wall, change nothing.
+        Words other than a move, and moves against a wall, have no effect.
         """
         right, down = MOVES.get(text.strip(), (0, 0))
         x = min(max(self.cell % SIDE + right, 0), SIDE - 1)

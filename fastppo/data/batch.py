@@ -1,9 +1,9 @@
 """Batches of prompts and responses, stored end to end; masks and positions follow from lengths.
 
-Lengths are kept on the CPU, so nothing here synchronizes with the GPU. They alone tell prompts,
-responses and padding apart: the pad token may be any token, EOS included. Per-token quantities
-(logprobs, values, advantages, …) are packed, `[N]`: the response tokens of sequence 0, then those
-of sequence 1, and so on. Nothing is computed for prompts or padding.
+Lengths are kept on the CPU, so this module never synchronizes with the GPU. They alone tell
+prompts, responses and padding apart: the pad token may be any token, EOS included. Per-token
+quantities (logprobs, values, advantages, …) are packed, `[N]`: the response tokens of sequence 0,
+then those of sequence 1, and so on. Nothing is computed for prompts or padding.
 
 A response may contain tokens not written by the policy, such as a tool's answer between two turns.
 The policy reads them, but they are not among the N: they have no loss, KL, entropy or value. A turn

@@ -5,8 +5,8 @@ is needed, and a mask keeps SDPA from its fastest kernels. Training needs no mas
 padding on their right, and the bounds of packed sequences are known.
 
 So the trunk gets a `mark`, an empty four-dimensional mask that transformers passes on unread.
-Attention functions registered with `AttentionInterface` read it as "causal, nothing masked". The
-mark is an argument, so it is present when activations are recomputed. Calls without it, such as
+Attention functions registered with `AttentionInterface` read it as "causal, without masked tokens".
+The mark is an argument, so it is present when activations are recomputed. Calls without it, such as
 generation, use transformers' functions unchanged.
 
 Packed rows use flash-attn if the model was loaded with it, else torch's `varlen_attn`; both need a

@@ -94,7 +94,7 @@ def cast_frozen(trunk: nn.Module, dtype: torch.dtype | None) -> None:
     memory. The trunk then needs autocast.
 
     Args:
-        dtype: None changes nothing.
+        dtype: the dtype of the products; None leaves the weights unchanged.
     """
     if dtype is None:
         return

@@ -93,7 +93,7 @@ def keep_as_loaded(model: PreTrainedModel) -> None:
     has no backward pass.
 
     Raises:
-        ValueError: nothing is quantized, weights are transposed (GPT-2), or rows are not whole
+        ValueError: no layer is quantized, weights are transposed (GPT-2), or rows are not whole
             blocks, for which bitsandbytes' CPU product is wrong.
     """
     layers: list[Any] = [module for module in model.modules() if is_quantized(module)]

@@ -165,7 +165,7 @@ class ReferencePolicy:
             if is_sharded(self.policy):  # FSDP gathers from the shards' fixed addresses
                 self._adapters[name] = parameter.detach().clone()
                 parameter.detach().copy_(adapter)
-            else:  # swapping storages writes nothing, so the policy's graph stays valid
+            else:  # swapping storages keeps the policy's graph valid
                 self._adapters[name] = parameter.data
                 parameter.data = adapter
 

@@ -225,7 +225,7 @@ class ServerEngine(RolloutEngine):
             policy.peft.save_pretrained(handover.directory, save_embedding_layers=False)
         else:
             policy.save_policy(handover.directory)
-        # The first handover deletes nothing: another run may still use the directory.
+        # The first handover keeps older files, since another run may still use the directory.
         if self.handover is not None:
             for directory in self.directory.iterdir():
                 if directory != handover.directory:

@@ -86,7 +86,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Raise `Stopped` at the first signal in the block: there is nothing to save yet."""
+    """Raise `Stopped` at the first signal in the block, which has no results to save yet."""
 
     process = os.getpid()
 

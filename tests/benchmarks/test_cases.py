@@ -143,7 +143,7 @@ def test_a_wrong_provider_fails() -> None:
 
 @pytest.mark.parametrize("build", [losses.loss_case, losses.linear_loss_case])
 def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -> None:
-    """The bonus shows in small entries; those of the tokens are a hundred times larger."""
+    """A bonus changes the small entries; those of the tokens are a hundred times larger."""
     shape = Tokens(MODELS["stories15m"], 64)
     case = build(shape, torch.bfloat16)
 

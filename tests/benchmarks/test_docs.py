@@ -11,7 +11,7 @@ from benchmarks import docs, results
 
 
 def test_page_readme_and_chart_agree_with_the_results() -> None:
-    """After new results: python -m benchmarks.docs"""
+    """If this fails after new results, run python -m benchmarks.docs."""
     devices = results.load()
     assert docs.PAGE.read_text("utf-8") == docs.page(devices)
     readme = docs.README.read_text("utf-8")

@@ -71,7 +71,7 @@ def test_only_tuned_rows_of_the_file_change() -> None:
 
 
 def test_every_work_launches_the_program_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the first candidate in Triton's interpreter."""
+    """The first candidate runs in Triton's interpreter."""
     looked_up: set[str] = set()
 
     class Watched(dict[str, Program]):

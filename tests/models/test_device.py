@@ -32,7 +32,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ("cuda:1", 2, torch.device("cuda", 1)),
     ],
 )
-def test_choose_device(
+def test_a_device_is_chosen_by_its_name(
     name: str, gpus: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _gpus(monkeypatch, gpus)
@@ -73,7 +73,7 @@ def test_a_busy_cpu_gives_a_warning(threads, load, device, warns, monkeypatch) -
         ("auto", CPU, None),
     ],
 )
-def test_compute_dtype(precision, device, dtype) -> None:
+def test_the_compute_dtype_follows_precision_and_device(precision, device, dtype) -> None:
     assert compute_dtype(precision, device) == dtype
 
 

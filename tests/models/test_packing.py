@@ -79,7 +79,7 @@ def test_packed_equals_padded_equals_one_by_one(
             torch.testing.assert_close(packed[name], wanted, rtol=0, atol=1e-5 * scale, msg=name)
 
 
-def test_opt_is_refused() -> None:
+def test_packing_refuses_opt() -> None:
     actor = ActorCritic(tiny.model("opt"))
     with pytest.raises(ValueError, match=r"packing=on: OPTModel .*packing=off"):
         choose_packing("on", actor, None)

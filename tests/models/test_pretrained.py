@@ -99,7 +99,7 @@ def test_a_missing_tokenizer_is_named(tmp_path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_attention_implementation(monkeypatch) -> None:
+def test_flash_attention_is_chosen_where_it_can_run(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert attention_implementation("auto", torch.bfloat16) == "flash_attention_2"
@@ -114,7 +114,7 @@ def test_attention_implementation(monkeypatch) -> None:
 # ------------------------------------------------------------------------------------------- tokens
 
 
-def test_pad_token_id() -> None:
+def test_any_token_can_pad() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer(pad_is_eos=True)
     assert pad_token_id(tokenizer, model) == 1
     tokenizer.pad_token = None
@@ -127,7 +127,7 @@ def test_pad_token_id() -> None:
     assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == 7
 
 
-def test_stop_token_ids() -> None:
+def test_stop_tokens_are_those_of_the_option_or_of_model_and_tokenizer() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer()
     assert stop_token_ids([7, 8], tokenizer, model) == (7, 8)
     assert stop_token_ids([], tokenizer, model) == ()

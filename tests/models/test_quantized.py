@@ -68,7 +68,7 @@ def test_a_run_trains_only_the_adapters(tmp_path: Path) -> None:
 
 @needs_bitsandbytes
 def test_the_policy_is_saved_in_full(tmp_path: Path) -> None:
-    """Loaded without bitsandbytes, it has the policy's logits."""
+    """The saved model, loaded without bitsandbytes, has the policy's logits."""
     trainer = _trainer(tmp_path, learning_rate=1e-2)
     trainer.train()
     policy = tmp_path / "run" / "policy"

@@ -84,7 +84,7 @@ def test_only_a_shared_head_trains_the_policys_trunk() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_detached_values_leave_the_policys_trunk_alone(kind: str) -> None:
-    """As in iterations that only train the value function."""
+    """Iterations that only train the value function rely on it."""
     gradients = _value_gradients(_actor(kind), detach_values=True)
     assert gradients["value_function.head.weight"].abs().max() > 0
     assert all(name.startswith("value_function.") for name in gradients)

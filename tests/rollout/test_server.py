@@ -360,5 +360,5 @@ def test_vllms_server_samples_with_the_weights_of_each_update(
 def test_a_row_of_vllms_server_does_not_depend_on_its_batch(
     vllm_server: Running, tmp_path: Path
 ) -> None:
-    """In fp32 on a CPU; otherwise rounding may depend on the batch."""
+    """This holds in fp32 on a CPU; otherwise rounding may depend on the batch."""
     _assert_draws_by_row(_wide_trainer(tmp_path, vllm_server))

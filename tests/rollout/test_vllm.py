@@ -127,7 +127,7 @@ def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> N
 
 
 def test_a_handover_has_the_weights_of_the_saved_policy(listener: Listener, tmp_path: Path) -> None:
-    """Adapters are merged in the copy only."""
+    """Adapters are merged in the copy, not in the policy."""
     causal_lm = tiny.model()
     peft = add_adapters(causal_lm, rank=4, alpha=8.0)
     policy = ActorCritic(causal_lm, peft)

@@ -112,7 +112,7 @@ def test_a_callback_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_callback_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
-    """Its checkpoint can be exported, and resumed."""
+    """The run's checkpoint can be exported and resumed."""
     stops = Listener(on_train_begin="should_training_stop")
     model = tiny.saved_model(tmp_path / "model")
     config = PPOConfig(**tiny.options(tmp_path, model=model, iterations=2))

@@ -138,7 +138,7 @@ def test_samples_become_a_table() -> None:
     assert rows == [["a", 1.0, 2.0, None], [json.dumps(chat, ensure_ascii=False), 3.0, None, 0.5]]
 
 
-def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_records_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

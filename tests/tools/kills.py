@@ -3,8 +3,8 @@
     python tests/tools/kills.py 200
 
 The runs are `fastppo train` (one process and two), `sft`, `reward` and `recipe`. Most are killed by
-SIGKILL, with two processes only one of them. Others get a signal and lose their console, as by
-Ctrl-C under `tee` or a terminal that closes. The script raises AssertionError if a checkpoint is
+SIGKILL; of two processes, only one is killed. Others receive a signal and lose their console, as
+with Ctrl-C under `tee` or a closing terminal. The script raises AssertionError if a checkpoint is
 lost, a process ends in another way, or the bits differ.
 """
 
@@ -45,7 +45,7 @@ ROWS = [
 
 
 def pipe(path: Path) -> tuple[Path, int]:
-    """Return the path of a pipe, as by `| tee`, and the descriptor of its reader."""
+    """Return the path of a pipe, as with `| tee`, and the descriptor of its reader."""
     os.mkfifo(path)
     return path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
@@ -81,7 +81,7 @@ PATIENCE = 5.0
 
 
 class Victim:
-    """A run to kill, and the result of an uninterrupted run with the same options.
+    """Run to kill, and the result of an uninterrupted run with the same options.
 
     Args:
         command: `train`, `sft`, `reward` or `recipe`.
@@ -94,7 +94,7 @@ class Victim:
         self.folder = Folder(path)
         self.ranks = ranks
         self.newest = ""
-        """The name of the newest checkpoint so far."""
+        """Name of the newest checkpoint so far."""
         self.rows = path / "rows.jsonl"
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         self.log = path / "log.txt"
@@ -142,7 +142,7 @@ class Victim:
         assert codes == [0] * self.ranks, self.log.read_text()
 
     def bits(self) -> dict[str, bytes]:
-        """The result, without times."""
+        """Return the result of the run, without times."""
         run = self.folder.run
         if self.command == "train":
             return self.folder.bits()

@@ -46,7 +46,7 @@ Groups = list[tuple[str, list[Chart]]]
 
 
 def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records, with the evaluation before training as a record of its own.
+    """Return the records, with the evaluation before training as a separate record.
 
     It is the first record and precedes iteration 0. Its metrics begin with eval/ instead of
     before/, like those of later evaluations. If all evaluations are greedy, eval/reward is a copy
