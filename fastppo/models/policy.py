@@ -40,8 +40,7 @@ class LanguageModel(nn.Module):
 
     Args:
         peft: the PEFT model around `causal_lm`, if it has adapters.
-        compute_dtype: the dtype of the matrix products; None means the dtype of the
-                    weights.
+        compute_dtype: the dtype of the matrix products; None means the dtype of the weights.
     """
 
     def __init__(
@@ -213,8 +212,7 @@ class ActorCritic(LanguageModel):
     """Policy and value function.
 
     Args:
-        value_function: a class of `fastppo.models.value`; by default a head on the shared
-                    trunk.
+        value_function: a class of `fastppo.models.value`; by default a head on the shared trunk.
     """
 
     def __init__(

@@ -108,8 +108,7 @@ def load_whole(
     Args:
         auto_class: a class of transformers, such as AutoModelForCausalLM.
         what: name of the option, for the message.
-        may_lack: a function of the model and the name of a missing weight that returns
-                    whether the
+        may_lack: a function of the model and the name of a missing weight that returns whether the
             weight may be initialized at random. By default none may.
 
     Returns:

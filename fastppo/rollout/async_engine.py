@@ -57,8 +57,7 @@ class AsyncEngine(RolloutEngine):
         """Prepare for an iteration.
 
         Args:
-            next_prompts: the prompts of the following iteration; empty in the last
-                            iteration.
+            next_prompts: the prompts of the following iteration; empty in the last iteration.
         """
         self._is_training = True
         self._next_prompts = next_prompts

@@ -34,9 +34,8 @@ class DecoderEngine(RolloutEngine):
 
     Args:
         policy: the policy; an `ActorCritic` without a separate critic also gives values.
-        final_values: whether to compute the value after the last token of truncated
-                    responses, at the
-            cost of one more forward pass of the trunk.
+        final_values: whether to compute the value after the last token of truncated responses, at
+            the cost of one more forward pass of the trunk.
         tokenizer: the policy's tokenizer, needed for stop strings only.
     """
 

@@ -97,8 +97,7 @@ class ServerEngine(RolloutEngine):
     """Sample from vLLM servers.
 
     Args:
-        urls: the servers' addresses, http://host:port. Each server takes an equal share of
-                    a batch.
+        urls: the servers' addresses, http://host:port. Each server takes an equal share of a batch.
         policy: the policy with the first weights.
         directory: the directory for weights; all servers must see it under the same path.
         batch_size: number of simultaneous requests.

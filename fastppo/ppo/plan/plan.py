@@ -62,9 +62,8 @@ def make_plan(
     """Estimate the memory of a run.
 
     Args:
-        config: the run's options. device=auto is a GPU if there is one or if `memory` is
-                    given; with
-            device=cuda the machine need not have a GPU.
+        config: the run's options. device=auto is a GPU if there is one or if `memory` is given;
+            with device=cuda the machine need not have a GPU.
         prompt_tokens: length of every prompt.
         memory: memory of each device in GB; by default the free memory of the GPU.
         processes: number of processes of torchrun, one per device.

@@ -60,8 +60,7 @@ def write_card(run_dir: Path, directory: Path, *, iterations: int | None = None)
     """Write README.md to the directory of a policy.
 
     Args:
-        iterations: how many iterations the policy was trained for; None means the whole
-                    run.
+        iterations: how many iterations the policy was trained for; None means the whole run.
 
     Raises:
         FileNotFoundError: the run has no metrics.jsonl.

@@ -64,8 +64,7 @@ def summarize(records: Records) -> str:
     responses often stay the same while the sampled ones improve; then both changes are given.
 
     Args:
-        records: at least one record of metrics.jsonl. An incomplete iteration has no
-                    reward.
+        records: at least one record of metrics.jsonl. An incomplete iteration has no reward.
     """
     rewards = [record["reward"] for record in records if "reward" in record]
     if not rewards:
