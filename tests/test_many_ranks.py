@@ -117,7 +117,7 @@ def stage_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, fl
 
 @pytest.mark.slow
 def test_two_processes_match_one_in_all_stages(tmp_path: Path) -> None:
-    """Runs agree up to fp32 rounding, with LoRA, uneven batches, and batches of a single row."""
+    """Up to fp32 rounding; with LoRA, uneven batches, and batches of a single row."""
     base = tiny.saved_model(tmp_path / "base")
     one, two = (
         ranks.run(n, many_ranks.train_stages, tmp_path / str(n), str(tmp_path / str(n)), base)

@@ -59,7 +59,7 @@ class Batch:
     """Tokens of each prompt, [B] int64 on the CPU; at least 1, since the last prompt token predicts
     the first response token."""
     response_lengths: Tensor
-    """Tokens of each response with its EOS if it is finished, [B] int64 on the CPU."""
+    """[B] int64 on the CPU, tokens; includes the EOS of a finished response."""
     written: Tensor | None = None
     """[Σ response length] bool on the CPU: response tokens written by the policy; None means
     all."""
@@ -153,7 +153,7 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Start of each response in the packed tokens, then N: [B + 1] int64."""
+        """[B + 1] int64: the start of each response in the packed tokens, then N."""
         ends = torch.nn.functional.pad(self.written_lengths.cumsum(0), (1, 0))
         return on_device(ends, self.device)
 

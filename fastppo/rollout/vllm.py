@@ -46,7 +46,7 @@ from fastppo.rollout.prompts import check_prompts
 
 INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
-"""Bytes of the KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
+"""KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
 SLEEP_LEVEL = 2
 """vLLM's sleep level: 2 frees the weights, 1 would keep them on the CPU."""
 

@@ -1,7 +1,7 @@
-"""Write and read the records of a run: `metrics.jsonl`, `samples.jsonl` and TensorBoard events.
+"""The records of a run directory: `metrics.jsonl`, `samples.jsonl` and TensorBoard events.
 
-Every iteration, or optimizer step of SFT and the reward model, appends one line of JSON. A resumed
-run deletes the lines past its checkpoint, since it writes them again.
+Every iteration, or optimizer step of SFT and the reward model, appends one line of JSON. After a
+resume, the lines past the checkpoint are deleted, since they are written again.
 """
 
 from __future__ import annotations

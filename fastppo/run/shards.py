@@ -90,7 +90,7 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Saved:
             saved.model[name] = targets[key]
     _load(targets, reader)
     for name, index in indices.items():
-        # Shards are fp32; an unsharded weight in half precision has a separate fp32 master.
+        # Shards are in fp32; an unsharded weight in half precision has a master beside it.
         weight = saved.model.get(name)
         if weight is not None and optimizer.weights[index].dtype != weight.dtype:
             saved.optimizer.setdefault(index, {}).setdefault("master", weight)
@@ -133,13 +133,13 @@ def _load(targets: dict[str, Any], reader: HuggingFaceStorageReader) -> None:
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:
-    """Return the names of the optimizer's weights, in the optimizer's order."""
+    """The names of the optimizer's weights, in its order."""
     by_weight = {id(p): name for name, p in model.named_parameters()}
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
 def _empty(saved: Any, weight: Tensor) -> Tensor:
-    """Return a tensor to read a saved one into, sharded like the weight if the shapes agree."""
+    """A tensor to read a saved one into, sharded like the weight if it has its shape."""
     dtype = saved.properties.dtype
     if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)

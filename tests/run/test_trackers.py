@@ -113,7 +113,7 @@ def test_a_failed_run_is_closed_in_the_tracker(heard: Heard, tmp_path: Path) -> 
 
 def test_a_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "is_wandb_available", lambda: False)
-    with pytest.raises(ImportError, match=r"report_to=wandb.* pip install wandb"):
+    with pytest.raises(ImportError, match="report_to=wandb needs wandb: pip install wandb"):
         trackers.make_trackers(["wandb"], TrackedRun(tmp_path))
 
 
@@ -138,7 +138,7 @@ def test_samples_become_a_table() -> None:
     assert rows == [["a", 1.0, 2.0, None], [json.dumps(chat, ensure_ascii=False), 3.0, None, 0.5]]
 
 
-def test_wandb_records_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

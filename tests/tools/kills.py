@@ -3,8 +3,8 @@
     python tests/tools/kills.py 200
 
 The runs are `fastppo train` (one process and two), `sft`, `reward` and `recipe`. Most are killed by
-SIGKILL; of two processes, only one is killed. Others receive a signal and lose their console, as
-with Ctrl-C under `tee` or a closing terminal. The script raises AssertionError if a checkpoint is
+SIGKILL, with two processes only one of them. Others get a signal and lose their console, as by
+Ctrl-C under `tee` or a terminal that closes. The script raises AssertionError if a checkpoint is
 lost, a process ends in another way, or the bits differ.
 """
 
@@ -142,7 +142,7 @@ class Victim:
         assert codes == [0] * self.ranks, self.log.read_text()
 
     def bits(self) -> dict[str, bytes]:
-        """Return the result of the run, without times."""
+        """The result, without times."""
         run = self.folder.run
         if self.command == "train":
             return self.folder.bits()

@@ -13,7 +13,7 @@ SPAN_RATIO = 4.0
 
 
 COPIES = ("eval/reward", "eval/reward_error")
-"""Metrics that only repeat those under eval/greedy/ if all evaluations are greedy."""
+"""Copies of the metrics under eval/greedy/, if all evaluations are greedy."""
 
 
 class Run(NamedTuple):
