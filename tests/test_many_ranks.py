@@ -181,23 +181,28 @@ def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("options", "refused", "allowed", "named"),
+    ("options", "refused", "allowed", "message"),
     [
-        ({"precision": "fp16"}, 2, 1, "precision=fp16"),
-        ({"quantization": "nf4", "lora_rank": 4}, 2, 1, "quantization=nf4"),
+        ({"precision": "fp16"}, 2, 1, "2 processes: the loss scale of precision=fp16 follows"),
+        (
+            {"quantization": "nf4", "lora_rank": 4},
+            2,
+            1,
+            "2 processes: the weights of quantization=nf4 cannot be sharded",
+        ),
         (
             {"rollout": "vllm", "vllm_tensor_parallel_size": 2},
             3,
             4,
-            "2 and 3",
+            "must divide the number .*: got 2 and 3",
         ),
     ],
 )
 def test_options_that_exclude_a_number_of_processes_are_rejected(
-    options: dict[str, Any], refused: int, allowed: int, named: str
+    options: dict[str, Any], refused: int, allowed: int, message: str
 ) -> None:
     config = PPOConfig(**options)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=message):
         check_processes(config, refused)
     check_processes(config, allowed)
 

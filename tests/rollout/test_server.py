@@ -231,7 +231,8 @@ def test_only_unanswered_requests_are_sent_again(
     works = start()
     fails = start(**{"v1/completions": 429})
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
-    with pytest.raises(RolloutError, match=r"2 of 4 .* 429"):
+    sentence = r"no answer to 2 of 4 requests in 5 rounds.*answered 429: a sent"
+    with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
     asked = [each.log().count("/v1/completions") for each in (works, fails)]
     assert asked == [2, 2 * server.MAX_ROUNDS]
@@ -251,30 +252,33 @@ def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "named"),
-    [(404, r"weight_info.*404.*VLLM_SERVER_DEV_MODE"), (200, "weight_version")],
+    ("status", "sentence"),
+    [
+        (404, r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"),
+        (200, "answered no JSON object with 'weight_version'"),
+    ],
 )
 def test_a_server_other_than_vllms_is_refused(
-    status: int, named: str, start: Callable[..., Running], tmp_path: Path
+    status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
-    with pytest.raises(RolloutError, match=named):
+    with pytest.raises(RolloutError, match=sentence):
         trainer.train()
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "sentence"),
     [
-        ({"token_ids": [10**9]}, "response 0 .*1000000000"),
-        ({"logprobs": {"token_logprobs": []}}, "response 0 .*logprob"),
-        ({"logprobs": {}}, "http"),
+        ({"token_ids": [10**9]}, r"response 0 must be 1 to 4 token ids in \[0, 43\), got \[1000"),
+        ({"logprobs": {"token_logprobs": []}}, "response 0 must have one finite logprob per token"),
+        ({"logprobs": {}}, "does not answer as vLLM does"),
     ],
 )
 def test_invalid_responses_are_refused(
-    changes: dict[str, Any], named: str, start: Callable[..., Running], tmp_path: Path
+    changes: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(changes).url])
-    with pytest.raises(RolloutError, match=named):
+    with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]], trainer.sampling)
 
 
@@ -282,7 +286,7 @@ def test_a_prefix_cache_that_is_not_emptied_is_an_error(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     urls = [start({"success": False}).url]
-    with pytest.raises(RolloutError, match="prefix cache"):
+    with pytest.raises(RolloutError, match="did not empty its prefix cache: does it"):
         make_trainer(tmp_path, **OPTIONS, rollout_urls=urls).train()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,23 @@ def _written(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "named"),
+    ("file", "content", "says"),
     [
-        ("a", b"two", ": a "),
-        ("deep/b", None, ": deep/b "),
-        ("new", b"", ": new "),
-        ("manifest.json", b"{", "Expecting property name"),
-        ("manifest.json", None, "manifest.json"),
+        ("a", b"two", "a has changed since it was written"),
+        ("deep/b", None, "deep/b is missing"),
+        ("new", b"", "new is not in manifest.json"),
+        ("manifest.json", b"{", "cannot be read: Expecting"),
+        ("manifest.json", None, "no manifest.json, so it was never finished"),
     ],
 )
-def test_a_damaged_file_is_named(file: str, content: bytes | None, named: str, tmp_path) -> None:
+def test_a_damaged_file_is_named(file: str, content: bytes | None, says: str, tmp_path) -> None:
     path = _written(tmp_path / "c")
     assert manifest.read(path) == {"run": {"seed": 1}}
     if content is None:
         (path / file).unlink()
     else:
         (path / file).write_bytes(content)
-    with pytest.raises(manifest.DamagedError, match=named):
+    with pytest.raises(manifest.DamagedError, match=says):
         manifest.read(path)
 
 
@@ -45,7 +44,7 @@ def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     newest = manifest.newest(paths)
     assert newest is not None
     assert (newest.path, newest.passed_over) == (paths[1], [paths[2]])
-    assert re.search(r"checkpoint-3: a\b", newest.reasons[0])
+    assert "checkpoint-3: a is missing" in newest.reasons[0]
     assert manifest.newest([]) is None
     for path in paths:
         (path / manifest.FILE).unlink()
