@@ -18,7 +18,7 @@ class Model(NamedTuple):
     vocab: int
     hidden: int
     family: str = "llama"
-    """`model_type` of transformers."""
+    """Architecture, a `model_type` of transformers."""
     intermediate: int = 0
     layers: int = 0
     heads: int = 0

@@ -70,7 +70,7 @@ class Promise(NamedTuple):
     operation: str
     shape: str
     kind: str
-    """"faster" or "less memory"."""
+    """Kind of the ratio: "faster" or "less memory"."""
     against: str
     promised: float
 

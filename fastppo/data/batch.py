@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     final: Tensor
     """Flat position of each sequence's last token, [B] int64."""
     packing: Packing | None = None
-    """None if each row is one sequence."""
+    """Boundaries of packed sequences; None if each row is one sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ ABSENT = object()
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""torch 2.13 and later need a flag for grouped-query attention."""
+"""Keywords for grouped-query attention, which needs a flag in torch 2.13 and later."""
 
 
 def mark(device: torch.device) -> Tensor:

@@ -44,7 +44,7 @@ class GrowingCache(DynamicCache):
 
 
 class _BufferedLayer(DynamicLayer):
-    """`keys` and `values` are views of the first tokens of `key_buffer` and `value_buffer`."""
+    """Cache layer whose `keys` and `values` are views of preallocated buffers."""
 
     key_buffer: Tensor
     value_buffer: Tensor

@@ -15,7 +15,7 @@ from torch import nn
 from fastppo.functional.scalars import counted, describe
 
 DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
-"""`auto`, and torch's names of the devices that FastPPO computes on."""
+"""Pattern of valid devices: `auto`, and torch's names of CPUs and CUDA devices."""
 
 
 def choose_device(name: str) -> torch.device:

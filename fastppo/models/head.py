@@ -21,9 +21,9 @@ class Head(NamedTuple):
     """An lm-head; its tensors are the model's own parameters."""
 
     weight: Tensor
-    """[V, H]"""
+    """Weight of the lm-head, [V, H]."""
     bias: Tensor | None
-    """[V]"""
+    """Bias of the lm-head, [V]."""
     logit_scale: float
     softcap: float | None
 

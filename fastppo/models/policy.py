@@ -55,7 +55,8 @@ class LanguageModel(nn.Module):
         self.packing = False
         """Whether batches are packed into one row; see `fastppo.models.packing`."""
         self.fixed_precision: bool | None = None
-        """`is_full_precision` before sharding, which may change the dtype of the parameters."""
+        """Value of `is_full_precision` before sharding, which may change the dtype of the
+        parameters."""
         self._peft = [peft]  # a list, so that its modules are not registered twice
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
@@ -190,22 +191,22 @@ class HeadInputs(NamedTuple):
     """Inputs of the two heads at N positions, and the values there."""
 
     hidden: Tensor
-    """[N, H] the policy's final hidden states."""
+    """Final hidden states of the policy, [N, H]."""
     values: Tensor
-    """[N] fp32."""
+    """Values at the positions, [N] fp32."""
     value_states: Tensor
-    """[N, H'] inputs of the value head, detached."""
+    """Inputs of the value head, detached, [N, H']."""
 
 
 class BatchEvaluation(NamedTuple):
     """Logprobs and values of a batch, fp32, detached."""
 
     logprobs: Tensor
-    """[N] nats, of the response tokens."""
+    """Logprobs of the response tokens, [N], in nats."""
     values: Tensor
-    """[N], of the state before each response token."""
+    """Values of the state before each response token, [N]."""
     final_values: Tensor
-    """[B], of the state after each sequence's last token."""
+    """Values of the state after each sequence's last token, [B]."""
 
 
 class ActorCritic(LanguageModel):

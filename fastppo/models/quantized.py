@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 NEEDED = "bitsandbytes>=0.49"
 
 BLOCK = 64
-"""Weights per scale."""
+"""Number of weights per scale."""
 SCALES = 256
-"""8-bit scales per 32-bit scale."""
+"""Number of 8-bit scales per 32-bit scale."""
 
 
 def nf4_config(dtype: torch.dtype) -> Any:

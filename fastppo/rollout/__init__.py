@@ -83,7 +83,7 @@ class Rollout:
     tokens: list[list[int]]
     """Response tokens, including the stop token."""
     finish_reasons: list[str]
-    """`stop`, `length` or `turns`."""
+    """Finish reason of each response: `stop`, `length` or `turns`."""
     sampler_logprobs: list[Tensor] | None = None
     """Logprobs under the sampling distribution, after temperature, top-k and top-p: [length] per
     response, in nats. None for responses passed to `step`."""
@@ -108,7 +108,7 @@ class Rollout:
 
     @property
     def lengths(self) -> list[int]:
-        """[B] response tokens."""
+        """Number of tokens of each response, [B]."""
         return [len(tokens) for tokens in self.tokens]
 
     @property
@@ -128,7 +128,7 @@ class Rollout:
 
     @property
     def truncated(self) -> list[bool]:
-        """[B] whether the response did not finish by itself."""
+        """Whether each response was cut short instead of finishing, [B]."""
         return [reason != FINISHED for reason in self.finish_reasons]
 
     def with_tokens(self) -> Rollout:

@@ -90,7 +90,7 @@ class Response(NamedTuple):
     tokens: list[int]
     finish_reason: str
     logprobs: Tensor
-    """[length] fp32, nats."""
+    """Logprobs of the tokens, [length] fp32, in nats."""
 
 
 class ServerEngine(RolloutEngine):

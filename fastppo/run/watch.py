@@ -139,7 +139,7 @@ class Threshold:
 
     metric: str
     op: str
-    """>, >=, < or <=. The threshold is crossed if the comparison is true."""
+    """Comparison >, >=, < or <=; the threshold is crossed if it is true."""
     value: float
 
     def __str__(self) -> str:

@@ -55,10 +55,12 @@ from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
 
 DRAW_BUFFERS = 4
-"""[B, V] fp32 buffers of a sampling step: logits, scaled scores, probabilities, random numbers."""
+"""Number of [B, V] fp32 buffers of a sampling step: logits, scores, probabilities, random
+numbers."""
 
 DEFINITION_COPIES = 10
-"""[n, V] fp32 buffers at the peak of autograd over the definition: 7, and 10 with the full KL."""
+"""Number of [n, V] fp32 buffers at the peak of autograd over the definition: 7, or 10 with full
+KL."""
 
 
 @dataclass(frozen=True, slots=True)
