@@ -1,4 +1,4 @@
-"""The benchmark suite: every operation against its peers and its physical floor.
+"""The benchmark suite: compare every operation with its peers and its physical floor.
 
 Run `pytest benchmarks` in the repository's root. `shapes` has the sizes, `cases` the operations
 (inputs, truth, bytes, FLOP, providers), `measure` the timers. `test_cases` checks and times each
@@ -8,5 +8,5 @@ the package.
 
 import os
 
-# Silences the profiler's library. It reads this when torch loads.
+# Silences the profiler's library, which reads this variable when torch is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

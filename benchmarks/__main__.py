@@ -36,10 +36,10 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     build_parser(prog).parse_known_args(arguments)
-    # Without torch until here: help takes no seconds.
+    # Nothing above imports torch, so that --help is fast.
     import pytest
 
-    os.chdir(ROOT)  # for pytest's configuration and the saved runs
+    os.chdir(ROOT)  # pytest finds its configuration and the saved runs here
     return pytest.main(["benchmarks", *arguments])
 
 

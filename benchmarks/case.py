@@ -1,9 +1,9 @@
 """A benchmark case: inputs, truth, bytes, FLOP and providers.
 
-- Truth: fp64, by autograd and loops, from the definitions. It shares no code with the library or a
-  provider.
-- Bytes: compulsory traffic. Every valid input is read once, every output written once. A provider
-  with two passes moves more, and reaches a lower share of the floor.
+- Truth: fp64 results of the definitions, by autograd and loops, that share no code with the library
+  or a provider.
+- Bytes: compulsory traffic. Every valid input is read once and every output written once. A
+  provider with two passes moves more and reaches a lower share of the floor.
 - FLOP: 2 per multiply-add of a matrix product, 1 per elementwise operation, exponentials included.
   Elementwise FLOP never decide the floor.
 
@@ -36,14 +36,14 @@ MASK_BYTES = 1
 
 
 class Truth(NamedTuple):
-    """An output in fp64 (large gradients in fp32), and the unit of its errors."""
+    """Expected output in fp64 (large gradients in fp32), with the unit of its errors."""
 
     values: Tensor
     scale: float
 
 
 class UnsupportedError(Exception):
-    """A provider is not installed or cannot run on this device; the message has the reason."""
+    """Raised when a provider is not installed or cannot run here; the message says why."""
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -57,14 +57,15 @@ class Provider:
     name: str
     call: Callable[[Inputs], Outputs]
     writes: tuple[str, ...] = ()
-    """Inputs that it overwrites. It gets copies; timed calls reuse the overwritten copy."""
+    """Inputs that the provider overwrites. It gets copies, and timed calls reuse the overwritten
+    copy."""
     prepare: Callable[[Inputs], Inputs] | None = None
-    """Converts the inputs to the provider's layout. Not part of its time or memory."""
+    """Function that converts the inputs to the provider's layout, outside its time and memory."""
     is_bound: bool = False
-    """A lower bound for all implementations, such as the matrix products alone. It is timed, and
-    checked only if it has a `truth`."""
+    """Whether this is a lower bound for all implementations, such as the matrix products alone. A
+    bound is timed, and checked only if it has a `truth`."""
     truth: Callable[[Inputs], dict[str, Truth]] | None = None
-    """The truth of a bound with other outputs than the case."""
+    """Truth of a bound whose outputs differ from those of the case."""
 
     def own_inputs(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the provider's layout, with copies of those it overwrites."""
@@ -90,16 +91,16 @@ class Case:
     bytes_moved: int
     flop: int
     draw: Callable[[int, torch.device], Inputs]
-    """Returns the inputs for a seed."""
+    """Function of a seed and a device that returns the inputs."""
     truth: Callable[[Inputs], dict[str, Truth]]
     providers: tuple[Provider, ...]
     tolerance: float
     """Largest allowed error, in units of an output's scale."""
     peers: tuple[Peer, ...] = ()
     release: Callable[[], None] = lambda: None
-    """Frees shared state, such as a model, after the case."""
+    """Function that frees shared state, such as a model, after the case."""
     bytes_and_flop: str = ""
-    """Explains the counts of bytes and FLOP."""
+    """Explanation of the counts of bytes and FLOP."""
 
     @property
     def title(self) -> str:
@@ -133,7 +134,7 @@ class Prepared(NamedTuple):
     rotation: list[Inputs]
     """Sets of inputs, together larger than a CPU's caches."""
     truth: dict[str, Truth]
-    """Of the first set."""
+    """Truth of the first set of inputs."""
 
 
 def version(distribution: str) -> str | None:
@@ -145,8 +146,9 @@ def version(distribution: str) -> str | None:
 
 
 MEAN_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Of a gradient's mean size. Eager PyTorch is off by 3e-6 in fp32, and in bf16 by 1e-3 from logits
-and 5e-3 from hidden states; an entropy bonus left out is 1e-2 to 8e-2."""
+"""Largest allowed mean error of a gradient, as a share of its mean size. Eager PyTorch is off by
+3e-6 in fp32, and in bf16 by 1e-3 from logits and 5e-3 from hidden states; a missing entropy bonus
+changes it by 1e-2 to 8e-2."""
 
 
 def check(case: Case, provider: Provider, inputs: Inputs, truth: dict[str, Truth]) -> float | None:
@@ -194,6 +196,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def draw_normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int
 ) -> Tensor:
-    """Draw on the device, since large inputs take long on a CPU."""
+    """Draw normal numbers on the device, since drawing large inputs on a CPU takes long."""
     on_device = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=on_device, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The suite's cases by set."""
+"""List the suite's cases by set."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _SEQUENCES = {"gae": gae_case, "compute_advantages": advantages_case, "whiten": 
 def cases_of(work: Work) -> list[Case]:
     """Return the cases of a set, without sweeps.
 
-    Each operation's first shape comes first, since a run can be interrupted; then variants and
-    other shapes.
+    The first shape of each operation comes first, since a run can be interrupted; variants and
+    other shapes follow.
     """
     first: list[Case] = []
     later: list[Case] = []
@@ -75,7 +75,7 @@ class Point(NamedTuple):
 
     @property
     def provider_names(self) -> list[str]:
-        """All but `torch.compile`, which would compile anew at each size."""
+        """Names of all providers except `torch.compile`, which would compile anew at each size."""
         return [name for name in self.case.provider_names if name != COMPILED]
 
 
@@ -111,12 +111,12 @@ LOSS, LOSS_NO_ENTROPY, LINEAR_LOSS, LINEAR_LOSS_NO_ENTROPY, GAE = (
 
 
 class Suite(NamedTuple):
-    """What `pytest benchmarks` runs on a device."""
+    """Everything that `pytest benchmarks` runs on a device."""
 
     cases: list[Case]
     points: list[Point]
     titled: dict[str, Case]
-    """Every case by its title."""
+    """All cases by title."""
 
 
 def slug(*parts: str) -> str:

@@ -33,13 +33,13 @@ PACKAGES = (
 )
 
 BUSY = 0.5
-"""Load average with a process that uses half a core."""
+"""Load average above which the machine counts as busy: one process that uses half a core."""
 
 PYTEST_BENCHMARKS_SECONDS = 1
-"""Its default of `--benchmark-max-time`. Another value may come from PYTEST_ADDOPTS."""
+"""pytest-benchmark's default of `--benchmark-max-time`. PYTEST_ADDOPTS may set another value."""
 
 SECONDS = Decimal("0.5")
-"""Default of this suite, for a full run in about ten minutes. Slow calls still get five rounds."""
+"""This suite's default, for a full run of about ten minutes. Slow calls still get five rounds."""
 
 CEILINGS = pytest.StashKey[Ceilings]()
 
@@ -84,7 +84,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests unless requested, and promises for other shapes or devices."""
+    """Deselect slow tests unless requested, and promises for other shapes or devices."""
     on_gpu = device_of(config).type == "cuda"
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -117,7 +117,7 @@ def ceilings(request: pytest.FixtureRequest, device: torch.device) -> Ceilings:
 
 @pytest.fixture(scope="session")
 def latest() -> Iterator[dict[str, Prepared]]:
-    """The case of the last test by its title, kept for the next provider."""
+    """Keep the case of the latest test, by its title, for the next provider."""
     kept: dict[str, Prepared] = {}
     yield kept
     release(kept)
@@ -137,7 +137,7 @@ def release(kept: dict[str, Prepared]) -> None:
 def prepared(
     request: pytest.FixtureRequest, device: torch.device, latest: dict[str, Prepared]
 ) -> Prepared:
-    """The case with the title `request.param`."""
+    """Return the case whose title is `request.param`."""
     title = request.param
     if title not in latest:
         release(latest)

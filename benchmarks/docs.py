@@ -2,9 +2,9 @@
 
     python -m benchmarks.docs
 
-All of it comes from the files in benchmarks/results. The page and the chart are written whole; in
-the README only the text between markers is. `tests/benchmarks/test_docs.py` fails when they differ
-from the results.
+The numbers come from the files in benchmarks/results. The page and the chart are written
+completely; in the README, only the text between markers is replaced.
+`tests/benchmarks/test_docs.py` fails if they differ from the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHART = ROOT / "docs" / "speedups.svg"
 
 NOT_MEASURED = predictions.NOT_MEASURED
 PLAIN = ("eager PyTorch", "Python loop")
-"""Providers without a library: the second where eager PyTorch needs a loop."""
+"""Names of the providers without a library; the second is used where eager PyTorch needs a loop."""
 
 HEADER = [
     "operation",
@@ -40,19 +40,20 @@ HEADER = [
 
 INTRO = """# Benchmarks
 
-Every operation next to plain PyTorch, `torch.compile` and other packages with the same operation.
-`python -m benchmarks.docs` writes this page, and the numbers in the README, from the files in
+This page compares every operation with plain PyTorch, `torch.compile` and other packages that offer
+it. `python -m benchmarks.docs` writes the page, and the numbers in the README, from the files in
 `benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) explains the
 columns and [their limits](../benchmarks/README.md#limits-of-these-numbers).
 [Kernel notes](../kernels/NOTES.md) list the floor of each kernel and the attempts to reach it.
-On a CPU, losses in bf16 are limited by instructions, not by memory. On the AMD EPYC a call of GAE,
-64 × 4096, takes 0.35 ms in its loop and 0.1 in the Python around it; after 40 ms of sleep or of
-other Python, as between the calls of a promised ratio, 0.5 and 0.4 to 0.8. Whitening reads its
-input twice; the run on Intel read it three times.
 
-Times are medians of a call. Plain PyTorch is the code you write without a library. The fastest
-other is "none" if no other provider runs the case. Every provider agreed with fp64 before it was
-timed."""
+Times are medians of a call. Plain PyTorch is the code you would write without a library. The
+fastest other is "none" if no other provider runs the case. Every provider agreed with fp64 before
+it was timed.
+
+On a CPU, instructions limit the losses in bf16, not memory. On the AMD EPYC, a call of GAE with
+64 × 4096 tokens takes 0.35 ms in its loop and 0.1 ms in the Python around it. After 40 ms of sleep
+or of other Python code, as between the calls of a promised ratio, it takes 0.5 ms and 0.4 to
+0.8 ms. Whitening reads its input twice; in the run on Intel it still read it three times."""
 
 # ----------------------------------------------------------------------------------------- the page
 
@@ -60,7 +61,7 @@ timed."""
 def page(devices: Sequence[Results]) -> str:
     """Return docs/benchmarks.md.
 
-    Among CPUs only the newest shows growth, promises and memory; memory is the same on all CPUs.
+    Growth, promises and memory are shown for the newest CPU only; memory is the same on all CPUs.
     """
     newest = newest_cpu(devices)
     newest_grid = _newest_grid(devices)
@@ -111,9 +112,9 @@ def _on_gpus(devices: Sequence[Results]) -> list[Results]:
 
 def _gpu_not_measured() -> str:
     return (
-        "## GPU\n\nNot measured. CPU numbers say nothing about a GPU, since its backend is "
-        "different code. [The first half hour on a GPU]"
-        "(../benchmarks/README.md#the-first-half-hour-on-a-gpu) fills this section."
+        "## GPU\n\nNo GPU has been measured yet. CPU numbers say nothing about a GPU, since its "
+        "backend is different code. [The first half hour on a GPU]"
+        "(../benchmarks/README.md#the-first-half-hour-on-a-gpu) will fill this section."
     )
 
 
@@ -129,13 +130,15 @@ def _predicted(devices: Sequence[Results]) -> str:
     return "\n\n".join(
         [
             "## GPU, predicted",
-            "Predicted by `benchmarks/predictions.py` for bf16, not measured. The prediction uses "
-            f"bytes at copy speed (TB/s: {copies}), matrix products at {rates} TFLOP/s, the rate "
-            "of the best other kernels, and instruction counts from the machine code. The low end "
-            "assumes the faster products and full overlap, the high end the slower products and "
-            "no optional overlap. `linear_token_stats` with gradients forms the logits twice (four "
-            "products), like other packages; `linear_ppo_loss` forms them once (three). The last "
-            f"column quotes the authors, on the card they name. V and H: {models}.",
+            "These times are predictions of `benchmarks/predictions.py` for bf16, not "
+            f"measurements. They assume bytes at copy speed (TB/s: {copies}), matrix products at "
+            f"{rates} TFLOP/s, the rate of the best other kernels, and instruction counts from the "
+            "machine code. The "
+            "low end assumes the faster products and full overlap, the high end the slower "
+            "products and no optional overlap. `linear_token_stats` with gradients computes the "
+            "logits twice (four products), like other packages; `linear_ppo_loss` computes them "
+            "once (three). The last column quotes the authors' numbers for the card they name. "
+            f"V and H: {models}.",
             table(rows[0], rows[1:]),
         ]
     )
@@ -208,7 +211,7 @@ def _growths(device: Results) -> str:
         of_sweep.setdefault(info["provider"], []).append((info["size"], _median(test)))
     return "\n\n".join(
         [
-            "Growth of time with size, as the exponent of a fitted power law:",
+            "Time grows with size as follows; the exponents are those of a fitted power law:",
             table(
                 ["operation and sizes", "FastPPO", "plain PyTorch"],
                 [_growth(*key, points) for key, points in sweeps.items()],
@@ -242,8 +245,8 @@ def _promises(device: Results) -> str:
         date += ", measured with the earlier runner"
     return "\n\n".join(
         [
-            "Promised ratios (`pytest benchmarks -m promise`). A speed-up is the median over pairs "
-            f"of neighboring calls in one run ({date}):",
+            "These ratios are promised (`pytest benchmarks -m promise`). A speed-up is the median "
+            f"over pairs of neighboring calls in one run ({date}):",
             table(["promise", "measured", "promised", "kept"], rows),
         ]
     )
@@ -263,10 +266,10 @@ def _quartiles(info: dict[str, Any]) -> str:
 def _grid(device: Results) -> str:
     return "\n\n".join(
         [
-            "A PPO iteration of 16 episodes against TRL 1.12, on one thread "
+            "This table compares a PPO iteration of 16 episodes with TRL 1.12, on one thread "
             f"(`pytest benchmarks -m slow`, {device.time_of('iteration')[:10]}). The floor is the "
             "iteration's FLOP at the rate of a large matrix product. The last column is the ratio "
-            "of FLOP, the speed-up at equal efficiency:",
+            "of FLOP, which is the speed-up at equal efficiency:",
             table(trl_iteration.HEADER, [trl_iteration.cells(row) for row in _iterations(device)]),
         ]
     )
@@ -286,7 +289,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 class Comparison(NamedTuple):
-    """FastPPO against another implementation on one CPU."""
+    """Comparison of FastPPO with another implementation on one CPU."""
 
     what: str
     against: str
@@ -363,8 +366,8 @@ def sections(devices: Sequence[Results]) -> dict[str, str]:
     chart = f"""
 ![{alt}](docs/speedups.svg)
 
-*GPU: {", ".join(gpus) or NOT_MEASURED}. [All measurements](docs/benchmarks.md),
-including those where FastPPO loses, and
+*{f"GPUs: {', '.join(gpus)}." if gpus else "No GPU has been measured yet."}
+[All measurements](docs/benchmarks.md) include those where FastPPO loses; see also
 [their limits](benchmarks/README.md#limits-of-these-numbers).*
 """
     measured = [comparisons(device) for device in _cpus(devices)]
@@ -379,10 +382,11 @@ including those where FastPPO loses, and
     grid = span([row["speed_up"] for row in _iterations(_newest_grid(devices))])
     numbers = f"""
 - **Fused loss.** `ppo_loss` returns the loss, its metrics and the gradient from one pass over the
-  logits: {faster("ppo_loss")} than plain PyTorch with {saved("ppo_loss")}.
-  Without an entropy bonus: {faster("ppo_loss, no entropy")}, {saved("ppo_loss, no entropy")}.
-- **No full logits.** `linear_ppo_loss` includes the lm-head and computes the logits in chunks:
-  {saved("linear_ppo_loss")}, {faster("linear_ppo_loss")}.
+  logits. It is {faster("ppo_loss")} than plain PyTorch and needs {saved("ppo_loss")};
+  without an entropy bonus it is {faster("ppo_loss, no entropy")} with
+  {saved("ppo_loss, no entropy")}.
+- **No full logits.** `linear_ppo_loss` includes the lm-head and computes the logits in chunks. It
+  needs {saved("linear_ppo_loss")} and is {faster("linear_ppo_loss")}.
 - **One forward pass.** Policy and value function share a trunk. A PPO iteration of a tiny model is
   {faster("PPO iteration")} than TRL 1.12's, and {grid} faster over a grid of nine sizes.
 """

@@ -1,8 +1,8 @@
 """Count the FLOP of a block, operator by operator: `with counted() as counter`.
 
 torch's counter knows matrix products and GPU attention. This module adds CPU attention and
-FastPPO's fused lm-head. Masked entries of attention, and rows skipped for a zero gradient, count as
-if they were computed.
+FastPPO's fused lm-head. Masked entries of attention, and rows skipped because their
+gradient is zero, count as if they were computed.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _attention_backward(
 
 
 def _logits(hidden: Shape, weight: Shape, *rest: Any, **more: Any) -> int:
-    """2·N·H·V."""
+    """Count the FLOP of the logits: 2·N·H·V."""
     return 2 * math.prod(hidden) * weight[0]
 
 
 def _logits_and_gradients(hidden: Shape, weight: Shape, *rest: Any, **more: Any) -> int:
-    """Logits, dX and dW: 6·N·H·V."""
+    """Count the FLOP of the logits, dX and dW: 6·N·H·V."""
     return 3 * _logits(hidden, weight)

@@ -1,8 +1,8 @@
-"""Host time of a call on small tensors: `python -m benchmarks.host`.
+"""Measure the host time of a call on small tensors: `python -m benchmarks.host`.
 
 Prints microseconds of CPU time per call: eager; under `torch.compile(fullgraph=True)`, without the
 argument checks; and replayed in a CUDA graph, which contains only the launches. On a CPU, Triton
-launches do nothing and nothing can be captured.
+launches do nothing, and there are no graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import fastppo
 HEADER = ("call", "launches", "eager", "compiled", "in a CUDA graph")
 CALLS = 300
 BLOCKS = 7
-"""Blocks of `CALLS` calls, for the median."""
+"""Number of blocks of `CALLS` calls, of which the median is taken."""
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -46,7 +46,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 @contextlib.contextmanager
 def launches(*, replaced: bool) -> Iterator[list[str]]:
-    """Yield the names of launched kernels. With `replaced` they do not run."""
+    """Yield the names of launched kernels. With `replaced`, the kernels do not run."""
     from fastppo_kernels.triton.scale import _scale_kernel
 
     kind = type(_scale_kernel)  # of Triton or of its interpreter

@@ -34,7 +34,7 @@ from benchmarks.shapes import Tokens
 ENTROPY_COEF = 0.01
 
 TRUTH_ELEMENTS = 2**26
-"""Logits converted to fp64 at once."""
+"""Number of logits converted to fp64 at once."""
 
 STATS_FLOP = 5  # per logit: subtract the maximum, exp, add; multiply and add for the entropy
 GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, multiply-add, multiply
@@ -127,7 +127,7 @@ def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], 
     def truth(inputs: Inputs) -> dict[str, Truth]:
         logits = inputs["logits"].detach()
         n = inputs["tokens"].numel()
-        # Stored in fp32, a gradient is off by 6e-8 per entry, far below the tolerances.
+        # Storing a gradient in fp32 costs 6e-8 per entry, far below the tolerances.
         grad = torch.empty_like(logits, dtype=torch.float32) if with_gradient else None
         total = 0.0
         size = 0.0
@@ -168,7 +168,7 @@ def loss_from(
 def eager_loss(
     logits: Tensor, tokens: Tensor, old_logprobs: Tensor, advantages: Tensor, entropy_coef: float
 ) -> Tensor:
-    # bf16 logprobs would be useless. In fp32 .float() copies nothing.
+    # bf16 logprobs would be useless. In fp32, .float() makes no copy.
     return token_losses(logits.float(), tokens, old_logprobs, advantages, entropy_coef).mean()
 
 
@@ -203,8 +203,8 @@ def _around(stats: Stats) -> Callable[..., Tensor]:
 
 
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""In units of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials. bf16: rounding
-of 2⁻⁹ per entry, twice in the token's column (1 − p, then the product)."""
+"""Tolerance in units of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials. bf16:
+rounding of 2⁻⁹ per entry, twice in the token's column (1 − p, then the product)."""
 
 
 def loss_case(
@@ -271,7 +271,7 @@ def loss_case(
 # --------------------------------------------------------------------- statistics without gradient
 
 STATS_TOLERANCE = 1e-4
-"""In units of the largest entry, about 20 nats: fp32 sums over 10⁵ logits."""
+"""Tolerance in units of the largest entry, about 20 nats: fp32 sums over 10⁵ logits."""
 
 
 def eager_stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,7 +387,7 @@ def _cross_entropies(logits: Tensor, rows: Inputs) -> Tensor:
 
 
 exact_cross_entropy = _exact_linear_loss(_cross_entropies)
-"""Truth of the mean −logprob, fused with the lm-head by some peers."""
+"""Truth of the mean −logprob, which some peers fuse with the lm-head."""
 
 
 def eager_linear_loss(
@@ -439,8 +439,8 @@ def _gemms(gradients: bool) -> Provider:
 
 
 LINEAR_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""See GRADIENT_TOLERANCE. bf16 logits from a GEMM are off by up to 2⁻⁹ of 10, so the worst
-probability is off by 2 %."""
+"""Tolerance in the units of GRADIENT_TOLERANCE. bf16 logits from a GEMM are off by up to 2⁻⁹ of 10,
+so the worst probability is off by 2 %."""
 
 
 def _cross_entropy(label: str, device: torch.device, *, scaled_exp: bool) -> Provider:
@@ -546,12 +546,12 @@ def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
 
 
 LINEAR_STATS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
-"""In units of the largest logprob, 15 to 20 nats. bf16: half a unit in the last place of a logit
-of 8 to 16 is 0.03."""
+"""Tolerance in units of the largest logprob, 15 to 20 nats. bf16: half a unit in the last place of
+a logit of 8 to 16 is 0.03."""
 
 
 def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
-    """Return the case of logprobs. A provider's entropy is checked, too."""
+    """Return the case of logprobs. If a provider returns the entropy, it is checked, too."""
     n = shape.n
     vocab = shape.model.vocab
     width = shape.model.hidden

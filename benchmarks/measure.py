@@ -8,7 +8,7 @@
   tensors inside operators.
 - Ceilings: a large copy and two large matrix products, square and as wide as a vocabulary, timed in
   the same run.
-- Ratios: neighboring calls of two functions in turns. A busy machine slows both.
+- Ratios: neighboring calls of two functions in turns, because a busy machine slows both.
 - Error: max |x − truth| in units of the output's scale (`case.Truth`); for gradients also
   mean |x − truth| over mean |truth|.
 """
@@ -34,14 +34,14 @@ ROTATION_BYTES = 2**28
 """Size of the rotating inputs on a CPU: several times the last-level cache."""
 
 MAX_ROTATION = 128
-"""Most sets of inputs."""
+"""Maximum number of sets of inputs."""
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SHAPES = {
     "cpu": ((2048, 2048, 2048), (1024, 768, 32000)),
     "cuda": ((8192, 8192, 8192), (8192, 4096, 131072)),
 }
-"""(rows, inner, columns). The best shape depends on the machine."""
+"""Shapes of matrix products, (rows, inner, columns). The best one depends on the machine."""
 
 CEILING_SECONDS = 0.5
 
@@ -51,7 +51,7 @@ class Ceilings(NamedTuple):
 
     copy: float
     matmul: Mapping[str, float]
-    """By dtype, such as "bfloat16"."""
+    """FLOP per second by dtype, such as "bfloat16"."""
 
     def floor(self, bytes_moved: int, flop: int, dtype: torch.dtype) -> float:
         """Return the shortest possible time of the work, in seconds."""
@@ -84,10 +84,10 @@ def call_times(call: Callable[[], object], device: torch.device, seconds: float)
 
 
 class Replay:
-    """A timer for pytest-benchmark with times measured elsewhere: by `do_bench`, or in turns.
+    """Timer for pytest-benchmark that replays times measured elsewhere, by `do_bench` or in turns.
 
-    `load(times)`, then as many rounds of an empty function: the two readings of each round differ
-    by the next time.
+    After `load(times)`, pytest-benchmark runs that many rounds of an empty function, and the two
+    readings of each round differ by the next time.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def in_turns(
 ) -> list[tuple[float, float]]:
     """Time `first(turn)` and `second(turn)` on a CPU, in seconds.
 
-    Each turn runs both after a warm-up call. They alternate in going first.
+    Each turn runs both after a warm-up call, and the two alternate in going first.
     """
 
     def seconds(call: Callable[[int], object], turn: int) -> float:
@@ -180,7 +180,8 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
     """Return the peak memory of a call in bytes, above the memory before it.
 
-    NumPy's memory counts only if the result still holds it, and kept buffers are freed before.
+    NumPy's memory counts only if the result still holds it. Buffers that the kernels keep are freed
+    before the call.
     """
     gc.collect()
     fastppo.empty_cache()
@@ -220,16 +221,16 @@ COMPARE_ELEMENTS = 2**26
 
 
 class Worst(NamedTuple):
-    """The entry that differs most from the truth."""
+    """Entry that differs most from the truth."""
 
     error: float
-    """|x − truth| in fp64; inf for a NaN."""
+    """Error |x − truth| in fp64; inf for a NaN."""
     place: str
-    """Its place in the truth: "row 3, column 5"."""
+    """Position in the truth, such as "row 3, column 5"."""
 
 
 def worst_entry(x: Tensor, truth: Tensor) -> Worst:
-    """Return the largest error and its place.
+    """Return the largest error and its position.
 
     The shapes may differ, but not the order of the entries.
     """

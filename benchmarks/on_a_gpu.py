@@ -1,4 +1,4 @@
-"""Python parts of `on_a_gpu.sh`: launchers, row kernels, the fused head, a trainer's iteration.
+"""Measurements of `on_a_gpu.sh`: launchers, row kernels, the fused head, a trainer's iteration.
 
     python -m benchmarks.on_a_gpu smoke | rows | head | trainer | once
 
@@ -32,7 +32,7 @@ SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": 
 
 
 class Bench:
-    """Prints a line per measurement until the time is up."""
+    """Printer of one line per measurement until the time is up."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.device = device
@@ -274,7 +274,7 @@ def trainer(bench: Bench, tiny: bool) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as traced:
             iterate(ours)
-        # Operators and annotations include the time of their kernels, so only kernels count.
+        # Operators and annotations include the time of their kernels, so count kernels only.
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
         alone = [

@@ -1,10 +1,9 @@
-"""Calls to other packages: one small function per package and operation, nothing copied.
+"""Call other packages: one small function per package and operation, without copied code.
 
 Every function takes the device, imports its package, and returns a callable with the signature of
 the case. It raises `UnsupportedError` if the package cannot run on the device. If a package has
-changed, its test fails with the ImportError or AttributeError. Some packages have their loss
-only inside a trainer's method. For these, `clipped_loss` computes the same loss from their
-logprobs.
+changed, its test fails with the ImportError or AttributeError. Where a package computes its loss
+only inside a trainer's method, `clipped_loss` computes the same loss from the package's logprobs.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ GAMMA = 1.0
 LAM = 0.95
 
 Stats = Callable[..., tuple[Tensor, Tensor | None]]
-"""(logits, tokens) or (hidden, weight, tokens) → logprobs, and entropy or None."""
+"""Function (logits, tokens) or (hidden, weight, tokens) → logprobs, and entropy or None."""
 
 NEEDS_GPU = "its Triton kernel needs a GPU"
 
 
 class Loss(NamedTuple):
-    """A differentiable loss with the case's signature, and the preparation of its inputs."""
+    """Differentiable loss with the case's signature, and the preparation of its inputs."""
 
     call: Callable[..., Tensor]
     prepare: Callable[[Inputs], Inputs] | None = None
@@ -89,7 +88,7 @@ def trl_stats(device: torch.device) -> Stats:
 
 TRL_COLUMNS = 8192
 TRL_KERNEL_COLUMNS = 32768
-"""Columns per chunk. Users choose the first in TRL 1.12; newer trainers use the second."""
+"""Columns per chunk of logits. Users of TRL 1.12 choose the first; newer trainers use the other."""
 
 
 def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) -> Stats:
@@ -126,7 +125,7 @@ def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) ->
 def trl_kernel_stats(device: torch.device) -> Stats:
     """Return logprob and entropy from one pass over the logits, both differentiable.
 
-    On a CPU it runs in Triton's interpreter, to check values.
+    On a CPU the kernel runs in Triton's interpreter, so that its values can be checked.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         need_gpu(device)
@@ -141,7 +140,7 @@ def trl_kernel_stats(device: torch.device) -> Stats:
 
 def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
-    # Its trainer zeroes the padding afterwards.
+    # TRL's trainer zeroes the padding afterwards.
     return lambda x, mask: function(x, mask).masked_fill(~mask, 0.0)
 
 
@@ -163,7 +162,7 @@ def verl_stats(device: torch.device) -> Stats:
 
 def verl_loss(device: torch.device) -> Callable[..., Tensor]:
     """Return verl's `compute_policy_loss` on its logprobs, without a dual clip."""
-    # Its successor computes the same loss, but needs the trainer's whole config.
+    # The function that replaces it computes the same loss, but needs the trainer's whole config.
     warnings.filterwarnings("ignore", ".*compute_policy_loss' is deprecated", FutureWarning)
     stats = verl_stats(device)
     policy_loss = _module("verl.trainer.ppo.core_algos").compute_policy_loss
@@ -186,7 +185,7 @@ def verl_loss(device: torch.device) -> Callable[..., Tensor]:
 
 
 def verl_linear_stats(device: torch.device) -> Stats:
-    """Return the PyTorch version: chunks of 512 rows, recomputed in the backward pass."""
+    """Return verl's PyTorch head: chunks of 512 rows, recomputed in the backward pass."""
     fused = _module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
     return lambda hidden, weight, tokens, with_entropy=True: fused(hidden, weight, tokens)
 
@@ -200,7 +199,7 @@ def verl_linear_kernel(device: torch.device) -> Stats:
 
 
 def verl_gae(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (rewards, values, mask) → advantages, returns. It always whitens."""
+    """Return verl's GAE, (rewards, values, mask) → advantages, returns. It always whitens."""
     function = _module("verl.trainer.ppo.core_algos").compute_gae_advantage_return
 
     def gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,7 +338,7 @@ def liger_linear_stats(device: torch.device) -> Stats:
 
 
 def cce_path(device: torch.device) -> str:
-    """Return its implementation: kernels on a GPU, otherwise a compiled fallback."""
+    """Return the name of CCE's implementation: kernels on a GPU, otherwise a compiled fallback."""
     return "cce" if device.type == "cuda" else "torch_compile"
 
 
@@ -357,7 +356,7 @@ def cce_linear_stats(device: torch.device, **options: Any) -> Stats:
 
 
 def cce_unfiltered_stats(device: torch.device) -> Stats:
-    """Return it with exact gradients. By default it drops those below 2⁻¹² of a row."""
+    """Return CCE with exact gradients. By default it drops those below 2⁻¹² of a row."""
     need_gpu(device, "its fallback for a CPU filters nothing")
     return cce_linear_stats(device, filter_eps=None)
 
@@ -366,14 +365,14 @@ def cce_unfiltered_stats(device: torch.device) -> Stats:
 
 
 class Gae(NamedTuple):
-    """GAE with the case's signature but one result, and the preparation of its inputs."""
+    """GAE with the case's signature and a single result, and the preparation of its inputs."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     prepare: Callable[[Inputs], Inputs]
 
 
 def rl_triton_gae(device: torch.device) -> Gae:
-    """Return its advantages. It has no mask: the last valid token is a termination."""
+    """Return rl-triton's advantages. It has no mask, so the last valid token is a termination."""
     need_gpu(device)
     function = _module("rl_triton").compute_gae
 

@@ -1,4 +1,4 @@
-"""The README's chart."""
+"""Draw the README's chart."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Bar(NamedTuple):
-    """A bar of the README's chart."""
+    """Bar of the README's chart."""
 
     group: str
-    """What is compared: "faster" or "less memory"."""
+    """Group of the bar: "faster" or "less memory"."""
     what: str
     against: str
     ratio: float

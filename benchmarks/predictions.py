@@ -1,4 +1,4 @@
-"""Predicted GPU times, from bytes, FLOP and counted instructions. Nothing here is measured.
+"""Predict GPU times from bytes, FLOP and counted instructions. Nothing here is measured.
 
 `python -m benchmarks.docs` writes the table into docs/benchmarks.md, next to published times of
 other packages and, once a GPU has run the suite, its results.
@@ -23,36 +23,36 @@ from benchmarks.shapes import MODELS, Model
 from benchmarks.units import seconds
 
 MATMUL_RATES = (700e12, 750e12)
-"""FLOP/s of bf16 products inside an operation, from the best peers' times on these cards:
-8·N·H·V in 50.2 ms and 6·N·H·V in 34.4 ms (`HEAD_PEERS`)."""
+"""FLOP/s of bf16 products inside an operation, from the best peers' times on these cards: 8·N·H·V
+in 50.2 ms and 6·N·H·V in 34.4 ms (`HEAD_PEERS`)."""
 
 MULTIPROCESSORS = 132
 CLOCK = 1.75e9
-"""Hz, on both cards."""
+"""Clock rate of both cards in Hz."""
 ISSUED = 128
-"""Thread instructions per multiprocessor and clock: 4 per warp."""
+"""Thread instructions per multiprocessor and clock: 4 warps of 32 threads."""
 EXPONENTIALS = 16
-"""Per multiprocessor and clock."""
+"""Exponentials per multiprocessor and clock."""
 
 ISSUE_SHARE = 0.85
-"""Share of issue slots filled by a loop; assumed."""
+"""Share of issue slots that a loop fills; assumed."""
 LATENCY = 600e-9
-"""Seconds of a load from busy memory; assumed."""
+"""Latency of a load from busy memory in seconds; assumed."""
 ROW_END = 2900 / CLOCK
-"""Seconds between the last load of a row and the first of the next, counted in the machine code."""
+"""Seconds from the last load of a row to the first of the next, counted in the machine code."""
 BLOCK_LATENCY = 0.94e-6
-"""Seconds of a block of a scan: its loads, then the shuffles of its 256 tokens."""
+"""Seconds for a block of a scan: its loads, then the shuffles of its 256 tokens."""
 
 
 class Card(NamedTuple):
     name: str
     copy: float
-    """Bytes per second, read and written."""
+    """Bytes read and written per second by a copy."""
 
 
 CARDS = (Card("H100", 3.0e12), Card("H200", 4.3e12))
-"""The H200's copy is 90 % of its 4.8 TB/s. The same share of 3.35 TB/s is assumed for the H100;
-TRL's kernel reads its logits at 2.8 TB/s there (`TRL_STATISTICS`)."""
+"""Cards to predict for. The H200's copy reaches 90 % of its 4.8 TB/s. The same share of 3.35 TB/s
+is assumed for the H100; TRL's kernel reads its logits at 2.8 TB/s there (`TRL_STATISTICS`)."""
 
 
 class Range(NamedTuple):
@@ -64,17 +64,17 @@ class Range(NamedTuple):
 
 
 class RowKernel(NamedTuple):
-    """A kernel over rows of bf16 logits, with counts per element on sm_90.
+    """Kernel over rows of bf16 logits, with counts per element on sm_90.
 
     The counts come from `tests/tools/cost.py`; a test compares them with kernels/NOTES.md.
     """
 
     passes: int
-    """Passes over a row in memory: logits, reference logits, gradient."""
+    """Number of passes over a row in memory: logits, reference logits, gradient."""
     instructions: float
     exponentials: float
     programs: int
-    """Resident programs per multiprocessor."""
+    """Number of resident programs per multiprocessor."""
     in_flight: int
     """Bytes in flight per multiprocessor."""
 
@@ -113,9 +113,9 @@ def _chunks(n: int, model: Model) -> int:
 
 
 def _dw_traffic(n: int, model: Model, card: Card) -> float:
-    """Predict the seconds for the traffic of an fp32 dW; a single chunk has none.
+    """Predict the seconds for the traffic of an fp32 dW, which a single chunk does not need.
 
-    The first chunk writes it, the others read and write it, and the last read casts it.
+    The first chunk writes dW, the others read and write it, and a last pass reads it to cast it.
     """
     chunks = _chunks(n, model)
     if chunks == 1:
@@ -158,7 +158,7 @@ def head_statistics(n: int, model: Model, card: Card, rate: float) -> Range:
 def scan(bytes_: float, instructions: float, batch: int, length: int, card: Card) -> Range:
     """Predict the seconds of a scan of [batch, length] tokens.
 
-    All rows run in parallel, the blocks of a row in sequence.
+    All rows run in parallel, and the blocks of a row one after another.
     """
     tokens = batch * length
     issue = instructions * tokens / (ISSUED * MULTIPROCESSORS * CLOCK)
@@ -169,7 +169,8 @@ def scan(bytes_: float, instructions: float, batch: int, length: int, card: Card
 def whitening(batch: int, length: int, card: Card) -> Range:
     """Predict the seconds of whitening with known moments.
 
-    Each token has 4 bytes written, a mask read, and 4 bytes read from cache or memory.
+    For each token, 4 bytes are written, the mask is read, and 4 bytes are read from cache or
+    memory.
     """
     tokens = batch * length
     return Range(5 * tokens / card.copy, 9 * tokens / card.copy)
@@ -180,10 +181,10 @@ def whitening(batch: int, length: int, card: Card) -> Range:
 
 class Work(NamedTuple):
     name: str
-    """Name of the suite's case, if there is one."""
+    """Name of the case in the suite, if there is one."""
     shape: str
     predict: Callable[..., Range]
-    """Called with the card, and with the FLOP/s of products if there are any."""
+    """Function of the card, and of the FLOP/s of products if there are any."""
     has_products: bool
     peers: str
 
@@ -207,8 +208,9 @@ GAE_PEERS = {
     2048: "H100: rl-triton 81 µs on the device, 105 µs for a call",
     8192: "H100: rl-triton 303 µs on the device, 327 µs for a call",
 }
-"""By sequences of 4096 tokens, from benchmarks/gae_vs_pufferlib-2026-08-05.md of
-simonsays1980/rl-triton. It writes advantages, and no returns."""
+"""Published times by number of sequences of 4096 tokens, from
+benchmarks/gae_vs_pufferlib-2026-08-05.md of simonsays1980/rl-triton. It writes advantages but no
+returns."""
 
 N = 8192
 BATCH = 2048

@@ -1,4 +1,4 @@
-"""Kept results: the files of pytest-benchmark in benchmarks/results, joined by device.
+"""Read the kept results: pytest-benchmark's files in benchmarks/results, merged by device.
 
     pytest benchmarks --benchmark-storage=benchmarks/results --benchmark-save=NAME
 
@@ -16,20 +16,20 @@ from benchmarks.units import digits
 
 FOLDER = Path(__file__).parent / "results"
 OTHERS = ("studies", "conformance")
-"""Folders of results that are not measurements of the suite."""
+"""Folders of results that the suite did not measure."""
 
 
 class Run(NamedTuple):
-    """A file: what was measured when, and with which packages."""
+    """One file: what was measured, when, and with which packages."""
 
     time: str
     device: dict[str, Any]
     packages: dict[str, str | None]
     ceilings: dict[str, Any] | None
     note: str
-    """How the file differs from pytest-benchmark's, if it does."""
+    """How the file differs from pytest-benchmark's output, if it does."""
     tests: dict[str, dict[str, Any]]
-    """The measurements by the test's full name."""
+    """Measurements by the test's full name."""
 
     @property
     def date(self) -> str:
@@ -57,10 +57,10 @@ def read(path: Path) -> Run:
 
 
 class Results(NamedTuple):
-    """All kept measurements of a device."""
+    """All kept measurements on a device."""
 
     runs: list[Run]
-    """Oldest first."""
+    """Runs, oldest first."""
 
     @property
     def device(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Results(NamedTuple):
         return [pair for pair in newest.values() if field in pair[1]["extra_info"]]
 
     def time_of(self, field: str) -> str:
-        """Return the newest time of the tests with this field, or "" without any."""
+        """Return the newest time of the tests with this field, or "" if there are none."""
         return max((run.time for run, _ in self.having(field)), default="")
 
 

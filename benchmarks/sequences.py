@@ -30,17 +30,18 @@ from benchmarks.peers import GAMMA, KL_COEF, LAM
 from benchmarks.shapes import Sequences
 
 LOOP = "Python loop"
-"""The loop over time of trainers without a kernel. TRL's cannot be called: it is inside
-`PPOTrainer.train`. `torch.compile` would unroll it into a graph of T steps."""
+"""Name of the loop over time that trainers without a kernel use. TRL's cannot be called, because it
+is inside `PPOTrainer.train`. `torch.compile` would unroll it into a graph of T steps."""
 
 VERL_GAE = "verl, whitens too"
 
 SEQUENCE_TOLERANCE = 1e-4
-"""In units of the largest advantage: a sum of up to 10⁵ fp32 terms, weighted by powers of λ."""
+"""Tolerance in units of the largest advantage, a sum of up to 10⁵ fp32 terms weighted by powers of
+λ."""
 
 
 def response_lengths(shape: Sequences) -> list[int]:
-    """Return lengths from T down to T/2, equal in every run, to make the bytes known."""
+    """Return lengths from T down to T/2, the same in every run, so that the bytes are known."""
     return [shape.length - b * shape.length // (2 * shape.batch) for b in range(shape.batch)]
 
 
@@ -134,7 +135,7 @@ def gae_case(shape: Sequences) -> Case:
         gae = peers.verl_gae(device)
 
         def call(inputs: Inputs) -> Outputs:
-            # Its advantages are whitened, so only its returns can be compared.
+            # verl whitens its advantages, so only its returns can be compared.
             return {"returns": gae(inputs["rewards"], inputs["values"], inputs["mask"])[1]}
 
         return Provider(VERL_GAE, call)

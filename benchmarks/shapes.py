@@ -1,7 +1,7 @@
-"""Models by name, and the sets of work for a CPU and a GPU.
+"""Define the sizes of the suite: models by name, and the sets of work for a CPU and a GPU.
 
-Sizes come from the models' published configurations, including the embedding's padding, which the
-lm-head computes, too. Sizes are defined only here.
+Sizes come from the models' published configurations, including the padding of the embedding, which
+the lm-head also computes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 
 class Model(NamedTuple):
-    """Sizes of a language model. Losses use the first two, a trainer all."""
+    """Sizes of a language model. Losses use the first two; a trainer uses all of them."""
 
     name: str
     vocab: int
     hidden: int
     family: str = "llama"
-    """`model_type` of transformers."""
+    """Architecture, a `model_type` of transformers."""
     intermediate: int = 0
     layers: int = 0
     heads: int = 0
@@ -42,7 +42,7 @@ MODELS = {
         Model("gemma-2-9b", 256000, 3584, "gemma2", 14336, 42, 16, 8),
     )
 }
-"""Losses ignore Gemma's soft-cap, since not every peer has one."""
+"""Models by name. Losses ignore Gemma's soft-cap, since not every peer supports one."""
 
 
 class Tokens(NamedTuple):
@@ -86,12 +86,12 @@ class Sweep(NamedTuple):
     case: str
     """Name of the case."""
     variable: str
-    """The growing size: N tokens, V vocabulary or T time."""
+    """Size that grows: N (tokens), V (vocabulary) or T (time)."""
     shapes: tuple[Tokens, ...] | tuple[Sequences, ...]
 
 
 class Work(NamedTuple):
-    """A set: dtype and shapes."""
+    """Set of work: dtype and shapes."""
 
     dtype: torch.dtype
     logits: tuple[Tokens, ...]
@@ -168,9 +168,9 @@ SETS = {
             over_tokens("linear_token_logprobs", "qwen3-8b", (2048, 8192, 32768)),
             over_tokens("ppo_loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
             over_vocabularies("ppo_loss", VOCABULARIES, 4096),
-            # Last, since the peers' loops over T are slow Python on any device.
+            # These come last, since the peers' loops over T are slow Python on any device.
             over_time("gae", 64, (2048, 8192, 32768)),
         ),
     ),
 }
-"""Sets by device type and name. Odd sizes (gpt2's vocabulary, 333 rows) are intended."""
+"""Sets by device type and name. The odd sizes (gpt2's vocabulary, 333 rows) are deliberate."""

@@ -1,4 +1,4 @@
-"""Each provider of each case: compared with fp64 first, then timed."""
+"""Compare each provider of each case with fp64, then time it."""
 
 from __future__ import annotations
 

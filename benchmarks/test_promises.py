@@ -1,7 +1,7 @@
-"""The promised ratios on a CPU: `pytest benchmarks -m promise`.
+"""Measure the promised ratios on a CPU: `pytest benchmarks -m promise`.
 
-A ratio says how many times FastPPO is better than another implementation. Speed-ups are the median
-over pairs of neighboring calls: both take turns, so a busy machine slows both. Providers are
+A ratio says by which factor FastPPO is better than another implementation. Speed-ups are the median
+over pairs of neighboring calls: the two take turns, so a busy machine slows both. Providers are
 checked against fp64 first.
 """
 
@@ -52,9 +52,9 @@ VERL_SPEED_UP = 150.0
 ITERATION_SPEED_UP = 3.0
 CALLS = 200
 WARM_UP = 3
-"""Calls that compile the kernels and allocate the first buffers."""
+"""Number of calls that compile the kernels and allocate the first buffers."""
 SLOWEST = 2.0
-"""Slowest call in medians."""
+"""Largest allowed time of a call, in units of the median."""
 
 LOSSES = pytest.mark.parametrize(
     "prepared",
@@ -65,18 +65,18 @@ LOSSES = pytest.mark.parametrize(
 
 
 class Promise(NamedTuple):
-    """FastPPO is `promised` times better than another implementation."""
+    """Promise that FastPPO is `promised` times better than another implementation."""
 
     operation: str
     shape: str
     kind: str
-    """"faster" or "less memory"."""
+    """Kind of the ratio: "faster" or "less memory"."""
     against: str
     promised: float
 
 
 def keep(promise: Promise, ratio: float, benchmark: Any, **details: Any) -> None:
-    """Write a measured ratio to the results, and fail if it is below the promised one."""
+    """Write a measured ratio to the results, and fail if it is below the promise."""
     benchmark.extra_info.update(promise._asdict(), ratio=ratio, **details)
     assert ratio >= promise.promised, f"{ratio:.3g} times, expected {promise}"
 
@@ -204,7 +204,7 @@ def loss_seconds(calls: int) -> list[float]:
 @promised
 @pytest.mark.benchmark(timer=REPLAY, group="slowest call")
 def test_no_call_of_a_loss_waits_for_memory(benchmark: Any, record: Record) -> None:
-    """Medians hide calls that wait for the system's pages. A fresh process has none."""
+    """Medians hide calls that wait for memory pages, of which a fresh process has none."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
         seconds = fresh.submit(loss_seconds, CALLS).result()
     record(seconds[WARM_UP:])

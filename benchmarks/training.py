@@ -1,9 +1,9 @@
-"""The case of one PPO update of a model.
+"""Define the case of one PPO update of a model.
 
-The model has random weights and the widths of a real one, with fewer layers. An update computes old
-and reference logprobs, values and advantages of a batch of responses, then runs forward, backward
-and an optimizer step over all microbatches. The learning rate is too small to change a weight, so
-every call sees the same model, and losses, entropy and gradient norm have an fp64 truth.
+The model has random weights and the widths of a real model, with fewer layers. An update computes
+old and reference logprobs, values and advantages of a batch of responses, then runs forward,
+backward and an optimizer step over all microbatches. The learning rate is too small to change a
+weight, so every call sees the same model, and losses, entropy and gradient norm have an fp64 truth.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from benchmarks.shapes import Model, Training
 ENTROPY_COEF = 0.01
 VF_COEF = 0.5
 LEARNING_RATE = 1e-12
-"""About the size of an AdamW step: less than half a unit in the last place of any weight above
-1e-5."""
+"""Learning rate, about the size of an AdamW step: less than half a unit in the last place of any
+weight above 1e-5.
+"""
 
 ADAM_TENSORS = 7  # weight, gradient and two moments read; weight and moments written
 EXTRA_TOKENS = 3
-"""Padding, end and unknown."""
+"""Number of special tokens: padding, end and unknown."""
 
 
 def make_config(model: Model, layers: int, context: int) -> Any:
@@ -111,7 +112,7 @@ class Lab:
         self.value_head: Any = None
         self.optimizer: Any = None
         self.exact: Any = None
-        """A copy of the model in fp64."""
+        """Copy of the model in fp64."""
         self._trainer: Any = None
 
     def open(self, device: torch.device) -> None:
@@ -180,7 +181,7 @@ class Lab:
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
     def drop_gradients(self) -> None:
-        """Free all gradients, to give each call the same initial memory."""
+        """Free all gradients, so that each call starts with the same memory."""
         self.model.zero_grad(set_to_none=True)
         self.value_head.zero_grad(set_to_none=True)
         if self._trainer is not None:
@@ -225,7 +226,7 @@ def _stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Learner(NamedTuple):
-    """Models and dtype of a hand-written learner."""
+    """Models and dtype of the hand-written update."""
 
     model: Any
     reference: Any
@@ -261,7 +262,7 @@ def _make_experience(
 def _update(
     learner: _Learner, ids: Tensor, prompt: int, microbatch: int, scores: Tensor
 ) -> dict[str, Tensor]:
-    """Run a PPO update like a tutorial. Gradients stay in the parameters."""
+    """Run a PPO update as tutorials write it. Gradients stay in the parameters."""
     parts = list(ids.split(microbatch))
     old, _, advantages, returns = _make_experience(learner, parts, prompt, scores)
     n = old.numel()
@@ -301,11 +302,11 @@ def _eager_update(lab: Lab, ids: Tensor, scores: Tensor) -> Outputs:
 
 
 REPORTED = ("policy_loss", "value_loss", "entropy", "grad_norm")
-"""Checked metrics of an update."""
+"""Metrics of an update that are checked."""
 
 UPDATE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Relative to each metric, for the policy loss to the mean |advantage|. By dtype of the matrix
-products; bf16: 2⁻⁹ per product, over several layers, the worst of four metrics."""
+"""Tolerance relative to each metric, and for the policy loss to the mean |advantage|, by dtype of
+the matrix products. bf16: 2⁻⁹ per product, over several layers, the worst of four metrics."""
 
 
 def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
@@ -394,7 +395,7 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
 
 
 class _NoLog:
-    """Replaces the run's log, which is not measured."""
+    """Log that discards everything, since logging is not measured."""
 
     def metrics(self, *arguments: Any) -> None: ...
 

@@ -1,11 +1,11 @@
-"""One PPO iteration of a tiny model: FastPPO against TRL 1.12.
+"""Compare one PPO iteration of a tiny model in FastPPO and TRL 1.12.
 
     python -m benchmarks.trl_iteration             one shape, set by flags
     pytest benchmarks -m slow                      nine shapes, each in its own process
 
 Both train the same Llama from the same weights on the same prompts, with the same tokens, epochs,
 minibatches and random reward model, in one process with the same threads, in fp32. They alternate
-iterations, so a slow minute hits both.
+iterations, so a slow minute affects both.
 
 An iteration generates a response to each prompt, scores it, computes old and reference logprobs,
 values and advantages, and runs the epochs of minibatch updates. TRL is timed between the ends of
@@ -50,19 +50,19 @@ from benchmarks.flop import counted
 from benchmarks.measure import measure_ceilings
 
 NEEDED = "trl==1.12.0"
-"""The last release with a PPOTrainer."""
+"""Requirement of the last release with a PPOTrainer."""
 
 LEARNING_RATE = 1e-5
 KL_COEF = 0.05
 WARM_UP = 1
-"""Untimed iterations."""
+"""Number of untimed iterations."""
 COUNTED = 1
-"""Iterations after the timed ones, for counting FLOP."""
+"""Number of iterations after the timed ones that count FLOP."""
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of both trainers."""
+    """Options that both trainers share."""
 
     vocab: int = 32000
     hidden: int = 64
@@ -96,7 +96,8 @@ GRID = [
     Options(prompt=64, vocab=1000, hidden=256),
     Options(prompt=64, hidden=128),
 ]
-"""Vocabularies of 128 to 32000 tokens, widths of 64 to 256, prompts of 16 to 128 tokens."""
+"""Nine shapes: vocabularies of 128 to 32000 tokens, widths of 64 to 256, prompts of 16 to 128
+tokens."""
 
 HELP = {
     "vocab": "vocabulary, tokens",
@@ -208,7 +209,7 @@ def _their_trainer(
     rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts])
     config = PPOConfig(
         output_dir=str(folder / "trl"),
-        # With gradient accumulation its optimizer would step only once per epoch.
+        # With gradient accumulation, TRL's optimizer would step only once per epoch.
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=1,
         num_mini_batches=options.minibatches,
@@ -302,7 +303,7 @@ def _compare(options: Options, progress: Any) -> dict[str, Any]:
         their_counter: list[FlopCounterMode] = []
 
         class Turns(TrainerCallback):
-            """Runs a FastPPO iteration after each TRL step."""
+            """Callback that runs a FastPPO iteration after each TRL step."""
 
             def on_step_end(self, *arguments: Any, **more: Any) -> None:
                 now = time.perf_counter()

@@ -4,8 +4,8 @@ For each row of `fastppo_kernels.triton.programs.TABLE` with candidates below, t
 with every candidate and print the best row. The current program stays unless another is faster by
 more than `MARGIN`. --write replaces the rows in the file.
 
-Kernels of a few microseconds have no candidates, nor has the scan: its block size fixes the order
-of its sums. This has not run on a GPU.
+Kernels of a few microseconds have no candidates. Neither has the scan, because its block size fixes
+the order of its sums. This has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import fastppo
 from benchmarks import measure, on_a_gpu
 
 MARGIN = 0.02
-"""Relative time difference between runs of the same launch."""
+"""Relative difference in time between runs of the same launch."""
 
 FILE = Path(programs.__file__)
 
@@ -44,7 +44,7 @@ WHITENS = tuple(
 
 
 class Work(NamedTuple):
-    """A row of the table, its candidates, and a function to make its bf16 launch."""
+    """Row of the table with its candidates and a function that makes its bf16 launch."""
 
     row: str
     candidates: tuple[Program, ...]
@@ -99,7 +99,7 @@ def launched_with(row: str, program: Program) -> Iterator[None]:
 
 
 def seconds_on(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Return a timer. It runs the call once before, to compile it."""
+    """Return a timer that first runs the call once to compile it."""
 
     def seconds(call: Callable[[], object]) -> float:
         call()
@@ -119,8 +119,8 @@ def tune(
     """Return the best program per row, and print each as a row of the table.
 
     Args:
-        seconds_of: timer of a call.
-        source: source of the choice, the GPU's name.
+        seconds_of: the timer of a call.
+        source: the source of the choice, the GPU's name.
         end: time limit on the clock of `time.monotonic`; no row starts after it.
     """
     chosen = {}

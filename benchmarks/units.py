@@ -1,4 +1,4 @@
-"""Times, bytes and rates as text."""
+"""Format times, bytes and rates as text."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ STEPS = 4  # microbatches per optimizer step
 
 
 class Episodes(NamedTuple):
-    """Sequences [B, PROMPT + RESPONSE], the rest [B, RESPONSE]."""
+    """Episodes of a batch: sequences are [B, PROMPT + RESPONSE], the other fields [B, RESPONSE]."""
 
     sequences: Tensor
     old_logprobs: Tensor

@@ -1,4 +1,4 @@
-"""FastPPO's loss under FSDP2: called inside the wrapped forward, with a gathered lm-head.
+"""FastPPO's loss under FSDP2, called inside the wrapped forward with a gathered lm-head.
 
     torchrun --nproc_per_node 2 examples/fsdp2.py
 
@@ -28,7 +28,7 @@ MINIBATCHES = 4
 
 
 class Episodes(NamedTuple):
-    """Sequences [B, PROMPT + RESPONSE], the rest [B, RESPONSE]."""
+    """Episodes of a batch: sequences are [B, PROMPT + RESPONSE], the other fields [B, RESPONSE]."""
 
     sequences: Tensor
     old_logprobs: Tensor

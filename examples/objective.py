@@ -1,4 +1,4 @@
-"""An objective of your own: DPPO's binary TV mask (Qi et al. 2026, arXiv:2602.04879).
+"""A user-defined objective: DPPO's binary TV mask (Qi et al. 2026, arXiv:2602.04879).
 
     fastppo recipe arithmetic --objective examples/objective.py:dppo_tv
 

@@ -1,4 +1,4 @@
-"""Objectives of papers, as functions of the trainer's `objective`.
+"""Objectives from papers, as functions for the option `objective`.
 
     fastppo recipe arithmetic --objective examples/objectives.py:clip_cov
 
@@ -49,7 +49,7 @@ def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 def clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, share=COV_SHARE
 ) -> Tensor:
-    """PPO's clip without some tokens of high covariance, drawn at random."""
+    """Return PPO's clipped loss without some tokens of high covariance, drawn at random."""
     plain, clipped = surrogates(logprobs, old_logprobs, advantages)
     cov = covariances(logprobs, advantages, mask)
     eligible = (cov > COV_LOW) & (cov < COV_HIGH) & ~(clipped > plain)
@@ -62,7 +62,7 @@ def clip_cov(
 def kl_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, share=COV_SHARE
 ) -> Tensor:
-    """No clip, and a penalty |log ratio| on the tokens with the largest covariances."""
+    """Return the loss without a clip, with a penalty |log ratio| on tokens of high covariance."""
     plain, _ = surrogates(logprobs, old_logprobs, advantages)
     count = min(max(int(share * int(mask.sum())), 1), len(mask))
     chosen = torch.zeros_like(mask)
@@ -81,7 +81,7 @@ def response_means(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def geometric_mean_rejection(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """PPO's clip on responses whose geometric mean of π_old/π is within the range."""
+    """Return PPO's clipped loss of responses whose geometric mean of π_old/π is in the range."""
     mean = response_means((old_logprobs - logprobs).detach(), mask, cu_seqlens).exp()
     kept = (mean >= GEOMETRIC_LOW) & (mean <= GEOMETRIC_HIGH)
     return torch.maximum(*surrogates(logprobs, old_logprobs, advantages)) * kept
@@ -90,7 +90,7 @@ def geometric_mean_rejection(
 def k3_rejection(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """PPO's clip on responses whose mean k3 of KL(π_old, π) is within the limit."""
+    """Return PPO's clipped loss of responses whose mean k3 of KL(π_old, π) is within the limit."""
     log_ratio = (logprobs - old_logprobs).detach()
     mean = response_means(log_ratio.exp() - 1 - log_ratio, mask, cu_seqlens)
     return torch.maximum(*surrogates(logprobs, old_logprobs, advantages)) * (mean <= K3_LIMIT)
@@ -99,7 +99,7 @@ def k3_rejection(
 def vapo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, scores: Tensor
 ) -> Tensor:
-    """PPO's clip with a higher upper bound, and μ·NLL of the responses with a score above 0."""
+    """Return PPO's loss with a higher upper bound, plus μ·NLL of responses with a score above 0."""
     loss = torch.maximum(*surrogates(logprobs, old_logprobs, advantages, high=0.28))
     positive = (scores > 0) & mask
     # The trainer divides by all tokens, the paper's NLL by those of the positive responses.

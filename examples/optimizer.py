@@ -1,9 +1,9 @@
-"""An optimizer of your own: Muon for the matrices of the layers, AdamW for all other weights.
+"""A user-defined optimizer: Muon for the matrices of the layers, AdamW for all other weights.
 
     fastppo train --optimizer examples/optimizer.py:MuonAdamW --learning_rate 1.0e-5 …
 
 Muon (Jordan et al. 2024) orthogonalizes the momentum of a matrix. `match_rms_adamw` scales its
-update to the size of AdamW's (Moonshot AI 2025, arXiv:2502.16982), so both have one learning rate.
+update to the size of AdamW's (Moonshot AI 2025, arXiv:2502.16982), so both share one learning rate.
 Needs torch 2.9.
 """
 

@@ -32,12 +32,12 @@ LAM = 0.95
 
 
 def draw_prompts(count: int, device: torch.device) -> Tensor:
-    """[count, PROMPT] token ids."""
+    """Draw random prompts, [count, PROMPT] token ids."""
     return torch.randint(VOCABULARY, (count, PROMPT), device=device)
 
 
 def reward(prompts: Tensor, responses: Tensor) -> Tensor:
-    """[B] fp32: the share of response tokens equal to the smallest prompt token."""
+    """Return the share of response tokens equal to the smallest prompt token, [B] fp32."""
     return (responses == prompts.amin(1, keepdim=True)).float().mean(1)
 
 
@@ -57,13 +57,13 @@ class ActorCritic(nn.Module):
 
     @property
     def lm_head(self) -> Tensor:
-        """[V, H]"""
+        """Weight of the lm-head, [V, H]."""
         return self.causal_lm.lm_head.weight
 
 
 @torch.no_grad()
 def generate(policy: ActorCritic, prompts: Tensor) -> Tensor:
-    """[B, PROMPT + RESPONSE]: prompts with sampled responses."""
+    """Sample responses and return them after their prompts, [B, PROMPT + RESPONSE]."""
     return policy.causal_lm.generate(prompts, do_sample=True, top_k=0, max_new_tokens=RESPONSE)
 
 

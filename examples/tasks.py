@@ -1,4 +1,4 @@
-"""A verifiable task of two turns: an environment, rewards per turn, a curriculum, evaluation.
+"""Train on a verifiable task of two turns: environment, rewards per turn, curriculum, evaluation.
 
     python examples/tasks.py
 
@@ -29,7 +29,7 @@ HELD_OUT = 20  # of the 100 sums
 
 
 class Adding:
-    """Plays one episode at a time. `reset` gets the dataset columns it names."""
+    """Environment that plays one episode at a time. `reset` gets the dataset columns it names."""
 
     def reset(self, prompt: str, total: str) -> None:
         self.total = total
@@ -46,7 +46,7 @@ class Adding:
         return None, 0.8 * (word == self.total), True
 
     def close(self) -> None:
-        """Called at the end of the run, also after an error, for example to stop a server."""
+        """Clean up at the end of the run, also after an error; for example, stop a server."""
 
 
 def rows() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with FastPPO's loss against TRL's own: the same run with less memory.
+"""Compare TRL's GRPOTrainer with and without FastPPO's loss: the same run with less memory.
 
     pip install "trl==1.12.*" requests
     python examples/trl_grpo.py
@@ -137,7 +137,7 @@ def main(steps: int) -> None:
         if "loss" in a:
             cells = (f"{a[name]:8.5f} {b[name]:8.5f}" for name in names)
             print(f"{a['step']:4d}   " + "   ".join(cells))
-    # Over all weights, since Adam can turn rounding in one gradient into a full step.
+    # Compare all weights at once, since Adam can turn rounding in one gradient into a full step.
     start, one, other = (weights(model) for model in (policy(), theirs.model, ours.model))
     off = float((one - other).norm() / (one - start).norm())
     print(f"after {steps} steps the weights differ by {off:.1e} of their change")

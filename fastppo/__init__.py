@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastppo.ppo.options.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),

@@ -42,10 +42,10 @@ from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
 
 BATCH_SIZE = 32
-"""Sequences per batch, in generation and in reward models."""
+"""Number of sequences per batch, in generation and in reward models."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters except tab and newline, and marks of writing direction."""
+"""Pattern of control characters except tab and newline, and of marks of writing direction."""
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class Completions:
     name: str
     texts: list[str]
     token_ids: list[list[int]]
-    """Includes EOS and the environment's tokens."""
+    """Tokens of each completion, with EOS and the environment's tokens."""
     finish_reasons: list[str]
-    """`stop`, `length` or `turns`."""
+    """Finish reason of each completion: `stop`, `length` or `turns`."""
     rewards: dict[str, Scored] = field(default_factory=dict)
     """Rewards of each completion by name; `environment` is the environment's."""
     turns: list[list[dict[str, Any]]] | None = None
@@ -68,7 +68,7 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     """Sample from each policy and score the completions.
 
     Returns:
-        (rows, completions): the rows of the prompts, and the completions of each policy.
+        The rows of the prompts, and the completions of each policy.
 
     Raises:
         DataError: a prompt is invalid or too long for a policy's context.
@@ -224,7 +224,7 @@ def _printable(text: str) -> Text:
 
 
 ENDS = {TRUNCATED: " (cut off)", OUT_OF_TURNS: " (out of turns)"}
-"""Labels of completions without EOS, by finish reason."""
+"""Labels of unfinished completions, by finish reason."""
 
 
 def _cell(policy: Completions, index: int) -> Text:

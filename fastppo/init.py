@@ -1,4 +1,4 @@
-"""`fastppo init`: write run.yaml and reward.py, templates of a run of your own."""
+"""`fastppo init`: write run.yaml and reward.py, the templates of a run."""
 
 from __future__ import annotations
 

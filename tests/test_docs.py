@@ -157,7 +157,7 @@ def test_the_commands_of_the_docs_work_on_two_processes(workspace: Path) -> None
 
 
 def test_the_ten_minutes_run_as_printed(workspace: Path, capsys) -> None:
-    """Except for the model, a tiny one, and the number of iterations."""
+    """The example runs as printed, except for a tiny model and fewer iterations."""
     page = ROOT / "docs" / "ten-minutes.md"
     write_files_of(page, workspace)
     tiny.saved_model(workspace / "smollm2" / "model")

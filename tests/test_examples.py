@@ -30,7 +30,7 @@ def assert_learns(printed: str) -> None:
 
 @pytest.mark.slow
 def test_the_task_example_learns_to_call_and_to_answer(tmp_path: Path) -> None:
-    """On held-out sums. A random policy calls in 1 of 23 first turns."""
+    """The rewards are those of held-out sums. A random policy calls in 1 of 23 first turns."""
     printed = run(str(ROOT / "examples" / "tasks.py"), cwd=tmp_path)
     numbers = re.findall(r"left out (\S+)  held-out (\S+)", printed)
     (_, _, (left_out, held_out)) = [tuple(map(float, row)) for row in numbers]
@@ -62,7 +62,7 @@ def test_two_processes_under_fsdp_learn_with_one_gradient() -> None:
     assert held == total / 2
     norms = re.search(r"norm of the gradient (\S+), of one process with all rows (\S+)\n", printed)
     assert float(norms[1]) == pytest.approx(float(norms[2]), rel=1e-5)
-    assert "outside the forward: weight must be a plain tensor, got a DTensor" in printed
+    assert re.search("outside the forward: weight .*DTensor", printed)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_lm_head_adapters_are_merged_or_refused() -> None:
         assert error > 0.01
         assert grad == 0
     for what in ("dropout", "a bias"):
-        assert re.search(f"{what} is refused: .*, or pass the model's logits to ppo_loss", printed)
+        assert re.search(f"{what} is refused: .*ppo_loss", printed)
     losses = [float(loss) for loss in re.findall(r"loss (\S+) ", printed)]
     assert losses[-1] < losses[0] - 0.05
     good, bad = (float(x) for x in re.findall(r"([+-]\d\S+)", printed.splitlines()[-1]))

@@ -5,6 +5,7 @@ The layers are checked by `lint-imports`, with the contracts in pyproject.toml.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from processes import ROOT, loaded_after, python
+
+import fastppo
 
 # ------------------------------------------------------------------------------------- the imports
 
@@ -91,7 +95,7 @@ def test_the_wheel_contains_both_packages_and_no_top_level_kernels(wheel: Path) 
 
 @pytest.mark.slow
 def test_an_installed_wheel_imports_from_any_folder(wheel: Path, tmp_path: Path) -> None:
-    """Also beside the package `kernels` of Hugging Face."""
+    """This also holds if Hugging Face's package `kernels` is installed."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     (site / "kernels").mkdir()
@@ -101,3 +105,20 @@ def test_an_installed_wheel_imports_from_any_folder(wheel: Path, tmp_path: Path)
         "print(fastppo.__file__, fastppo_kernels.__file__)"
     )
     assert python("-c", code, cwd=tmp_path, PYTHONPATH=str(site)).stdout.count(str(site)) == 2
+
+
+# ---------------------------------------------------------------------------------------- a release
+
+
+def test_changelog_and_citation_have_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == fastppo.__version__
+    heading = f"## [{fastppo.__version__}] - {citation['date-released']}"
+    assert heading in (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+
+
+def test_the_workflow_runs_the_script_that_contributors_run() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
+    commands = [step.get("run") for step in workflow["jobs"]["ci"]["steps"]]
+    assert ".ci/run" in commands
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,14 @@ def test_a_hanging_process_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_in_a_layer_is_reported_by_all_processes(tmp_path: Path) -> None:
-    """Before the timeout, although the first process waits for the second's shard."""
+    """The run ends before the timeout, although the first process waits for the second's shard."""
     (first_code, first_error), (second_code, second_error) = ranks.start(
         2, many_ranks.train_without_room_in_a_layer, tmp_path, str(tmp_path)
     )
     assert (first_code, second_code) == (1, 1)
-    assert "rank 0 of 2: another rank has ended; see the last output of that rank" in first_error
-    assert "out of memory in one of several processes: CUDA out of memory" in second_error
-    assert "with a smaller microbatch_size or microbatch_tokens" in second_error
+    assert "rank 0 of 2" in first_error
+    assert "CUDA out of memory" in second_error
+    assert re.search("microbatch_size .*microbatch_tokens", second_error)
 
 
 @pytest.mark.parametrize(

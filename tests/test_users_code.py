@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import many_ranks
@@ -26,28 +27,25 @@ class Game:
 ENVIRONMENT_ERRORS = {
     "raises when created": (
         "    def __init__(self): self.x = {}['x']",
-        "raised KeyError('x') where it is made",
+        "KeyError('x')",
     ),
-    "exits": ("    async def step(self, text): sys.exit(0)", "raised SystemExit(0) in step"),
-    "hangs": ("    def step(self, text): time.sleep(30)", "did not return within 0.5 s in step"),
-    "blocks the event loop": (
-        "    async def step(self, text): time.sleep(30)",
-        "did not return within 0.5 s in step",
-    ),
+    "exits": ("    async def step(self, text): sys.exit(0)", "SystemExit(0) in step"),
+    "hangs": ("    def step(self, text): time.sleep(30)", "0.5 s in step"),
+    "blocks the event loop": ("    async def step(self, text): time.sleep(30)", "0.5 s in step"),
 }
-"""What is added to `Game`, and the error message."""
+"""By fault: the method added to `Game`, and what the error names."""
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENT_ERRORS)
 def test_a_failing_environment_ends_the_run_with_a_message(
     kind: str, folder: Folder, run: Run
 ) -> None:
-    body, message = ENVIRONMENT_ERRORS[kind]
+    body, named = ENVIRONMENT_ERRORS[kind]
     file = folder.path / "game.py"
     file.write_text(f"{GAME}\n{body}\n")
     code, output = run(environment=f"{file}:Game", reward_timeout=0.5)
     assert code == 1
-    assert f"environment 'Game' {message}" in " ".join(output.split())
+    assert re.search(f"environment 'Game' .*{re.escape(named)}", " ".join(output.split()))
 
 
 def test_an_environment_whose_close_raises_does_not_fail_the_run(folder: Folder, run: Run) -> None:
@@ -80,8 +78,7 @@ def test_a_function_that_creates_tools_is_refused_with_a_hint(folder: Folder, ru
     )
     code, output = run(environment=f"{file}:make")
     assert code == 1
-    assert "environment 'make' has no method step" in output
-    assert "the option must name the class" in output
+    assert re.search("environment 'make' .*step.* class", " ".join(output.split()))
 
 
 def test_a_reward_that_exits_ends_the_run_with_a_message(folder: Folder, run: Run) -> None:
@@ -117,7 +114,7 @@ def test_an_edited_reward_cannot_resume_the_run(folder: Folder, run: Run) -> Non
         file.write_text(f"def count(*_, **__): return [{value}] * len(_[1])\n")
         ended, output = run(resume=True, rewards=f"{file}:count")
         assert ended == code, output
-    assert "belongs to another run: the content of " in output
+    assert "rewards/count" in output
 
 
 def test_a_reward_that_uses_torchs_random_state_does_not_change_the_run(

@@ -1,6 +1,6 @@
-"""Which PPO is it? Small fixtures with one question each, and adapters that let packages answer.
+"""Find out which PPO a package computes: fixtures with one question each, and adapters.
 
-`fixtures.json` has the questions, options and sources, `fixtures.safetensors` the inputs and
+`fixtures.json` has the questions, options and sources, and `fixtures.safetensors` the inputs and
 answers. `generate.py` writes both from `formulas.py`. `pytest benchmarks/conformance` asks every
-installed package: docs/conformance.md.
+installed package; docs/conformance.md shows the answers.
 """

@@ -1,4 +1,4 @@
-"""What an adapter is: a package's functions under the names of the fixtures' operations."""
+"""Define adapters: a package's functions under the names of the fixtures' operations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from benchmarks.conformance.formulas import DETACHED
 
 Inputs = dict[str, Tensor]
 Answer = Callable[..., Mapping[str, Any]]
-"""Called with the inputs and, as keywords, the options; returns some of the answer's outputs."""
+"""Function of the inputs and, as keywords, the options, that returns some of the answer's
+outputs."""
 
 
 class NotOfferedError(Exception):
-    """The package has no function for this; the message says what comes closest."""
+    """Raised if the package has no function for this; the message says what comes closest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,10 @@ class Policy:
 
     objective: str
     clip: Sequence[float]
-    """(ε_low, ε_high)."""
+    """Clip range (ε_low, ε_high)."""
     dual_clip: float | None = None
     tau: Sequence[float] | None = None
-    """Of SAPO, for A > 0 and for A ≤ 0."""
+    """Temperatures of SAPO for A > 0 and for A ≤ 0."""
     aggregation: str = "token-mean"
     length: int | None = None
     """Divisor of the aggregation "constant"."""
@@ -53,15 +54,15 @@ class Adapter:
     name: str
     distribution: str
     release: str
-    """The version that the recorded differences belong to, such as "0.9"."""
+    """Version that the recorded differences belong to, such as "0.9"."""
     build: Callable[[], dict[str, Answer]]
-    """Imports the package. Operations that are absent are not offered."""
+    """Function that imports the package. Operations missing from its result are not offered."""
     device: str = "cpu"
 
     @property
     def version(self) -> str | None:
-        """The installed version, or None if another release or none is installed."""
-        if self.distribution == "fastppo":  # may run from the tree
+        """Installed version, or None if the package is absent or of another release."""
+        if self.distribution == "fastppo":  # may run from the source tree, without being installed
             return self.release
         try:
             version = importlib.metadata.version(self.distribution)

@@ -1,4 +1,4 @@
-"""Collects the cells of the grid, prints it, and writes it with `--conformance-json FOLDER`."""
+"""Collect the cells of the grid, print it, and write it with `--conformance-json FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CELLS = pytest.StashKey[grid.Cells]()
 
 @pytest.fixture(scope="session")
 def cells(request: pytest.FixtureRequest) -> Iterator[grid.Cells]:
-    """The cells of this run by package and fixture."""
+    """Return the cells of this run by package and fixture."""
     found: grid.Cells = {}
     request.config.stash[CELLS] = found
     yield found

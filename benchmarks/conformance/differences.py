@@ -1,4 +1,4 @@
-"""Where peers define things differently: their formula in words and as a variant in fp64.
+"""Record where peers define things differently: their formula in words and as an fp64 variant.
 
 Line numbers belong to the releases that docs/conformance.md names. The variant is checked in every
 run, so a changed definition fails.
@@ -14,7 +14,7 @@ from typing import Any
 class Difference:
     formula: str
     where: str
-    """File:line in the package."""
+    """File and line in the package."""
     variant: dict[str, Any] = field(default_factory=dict)
     """Keywords of the function in `formulas.py`."""
 

@@ -1,4 +1,4 @@
-"""The fixtures, and the comparison of outputs with their answers."""
+"""Load the fixtures, and compare outputs with their answers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.conformance.formulas import OPERATIONS, Arrays
 FOLDER = Path(__file__).parent
 
 TOLERANCE = 2e-5
-"""Of the largest answer, at least 1: a few hundred roundings of fp32. Another definition is off by
-1e-3 or more."""
+"""Tolerance in units of the largest answer, at least 1: a few hundred roundings of fp32. Another
+definition is off by 1e-3 or more."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Fixture:
     name: str
     topic: str
     operation: str
-    """The key in `OPERATIONS`, which names the inputs and outputs."""
+    """Key in `OPERATIONS`, which names the inputs and outputs."""
     question: str
     source: str
     options: dict[str, Any]
@@ -69,7 +69,7 @@ def fixtures() -> dict[str, Fixture]:
 
 
 def difference(fixture: Fixture, outputs: Mapping[str, Any], expected: Arrays | None = None) -> str:
-    """Compare outputs with the answer, or with another expectation.
+    """Compare outputs with the answer or with another expectation.
 
     Outputs are tensors or arrays; at least one of the answer's is needed. Outputs per token are
     compared where the mask is True, except gradients, which must be 0 elsewhere.

@@ -40,7 +40,7 @@ def logprobs(seed: int, *shape: int) -> Array:
 
 
 def trajectories(mask: Array, *, tail: bool = True) -> Arrays:
-    """Rewards are 0 where masked, values only without a `tail`."""
+    """Draw trajectories. Rewards are 0 where masked; values are too, unless there is a `tail`."""
     values = normal(2, *mask.shape)
     return {
         "rewards": np.where(mask, normal(1, *mask.shape), 0.0),
@@ -59,7 +59,7 @@ def scored(mask: Array) -> Arrays:
 
 
 def updated(log_ratios: Any, advantages: Any, mask: Array | None = None) -> Arrays:
-    """A batch with one advantage per sequence."""
+    """Draw an updated batch with one advantage per sequence."""
     log_ratio = np.array(log_ratios, np.float64)
     new = logprobs(6, *log_ratio.shape) - 1
     return {
@@ -71,7 +71,7 @@ def updated(log_ratios: Any, advantages: Any, mask: Array | None = None) -> Arra
 
 
 def probable() -> Arrays:
-    """Probabilities that change by up to 0.3; a rare token's grows tenfold."""
+    """Draw probabilities that change by up to 0.3; that of a rare token grows tenfold."""
     new = np.array([[0.45, 0.1, 0.02], [0.3, 0.5, 0.2]])
     old = np.array([[0.2, 0.15, 0.002], [0.6, 0.4, 0.21]])
     new, old = (np.round(np.log(x) * 64) / 64 for x in (new, old))

@@ -1,4 +1,4 @@
-"""The cells of the grid: what each package answers to each fixture."""
+"""Read, write and print the grid: what each package answers to each fixture."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DIFFERENT = "different definition"
 NOT_OFFERED = "not offered"
 NOT_INSTALLED = "not installed"
 NOT_RUN = "not run"
-"""The fixture is newer than the kept results of the package."""
+"""Status of a fixture that is newer than the kept results of the package."""
 COLUMNS = [*(f"FastPPO, {backend}" for backend in BACKENDS), *(peer.name for peer in PEERS)]
 
 
 class Cell(NamedTuple):
     status: str
     formula: str = ""
-    """Of a different definition; of one that is not offered, the closest."""
+    """Formula of a different definition, or the closest one if the operation is not offered."""
     where: str = ""
-    """The file and line in the package."""
+    """File and line in the package."""
 
 
 class Column(NamedTuple):
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 Cells = dict[str, Column]
-"""By the name of the package."""
+"""Columns by the name of the package."""
 
 
 def write(cells: Cells, folder: str | Path) -> None:
@@ -70,7 +70,7 @@ def status(cells: Cells, name: str, fixture: str) -> str:
 
 
 def text(cells: Cells) -> str:
-    """The grid for a terminal: a row per fixture, and a line per difference."""
+    """Format the grid for a terminal: a row per fixture, and a line per difference."""
     letters = {SAME: "=", DIFFERENT: "x", NOT_OFFERED: ".", NOT_INSTALLED: " ", NOT_RUN: "?"}
     width = max(map(len, fixtures()))
     lines = [

@@ -1,4 +1,4 @@
-"""FastPPO's three backends."""
+"""Adapters of FastPPO's three backends."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ BACKENDS = ("torch", "cpu", "triton")
 
 
 def backends() -> list[Adapter]:
-    """Return those that can run here: Triton needs a GPU or TRITON_INTERPRET=1."""
+    """Return the backends that can run here: Triton needs a GPU or TRITON_INTERPRET=1."""
     on_gpu = torch.cuda.is_available()
     names = list(BACKENDS)
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,4 +1,4 @@
-"""Adapters of other packages: calls of their public functions, nothing copied.
+"""Adapters of other packages, which call their public functions without copying code.
 
 A public method of a trainer is called with a stand-in for `self` that has the attributes it reads.
 Packages are imported inside the builders, because their dependencies conflict.
@@ -87,7 +87,7 @@ def adaptive(controller: Any, inputs: Inputs) -> Mapping[str, Any]:
 
 
 def trl_ppo() -> dict[str, Answer]:
-    """The rest of this trainer's PPO is inside its `train` method."""
+    """Return the public functions; the rest of this trainer's PPO is inside its `train` method."""
     trainer = module("trl.experimental.ppo.ppo_trainer")
     utils = module("trl.trainer.utils")
 
@@ -272,7 +272,7 @@ def verl() -> dict[str, Answer]:
             ppo_micro_batch_size_per_gpu=1,
             clip_ratio_low=options.low,
             clip_ratio_high=options.high,
-            clip_ratio_c=options.dual_clip or NO_CLIP,  # of DPPO: bounds the detached ratio
+            clip_ratio_c=options.dual_clip or NO_CLIP,  # in DPPO, this bounds the detached ratio
             **taus,
         )
         mask = inputs["mask"].float()
@@ -326,7 +326,7 @@ def verl() -> dict[str, Answer]:
 
     def token(inputs: Inputs, temperature: float) -> Mapping[str, Any]:
         logits = inputs["logits"]
-        if logits.isinf().any():  # which a product with an lm-head cannot give
+        if logits.isinf().any():  # which a product with an lm-head cannot yield
             return {"entropy": functional.entropy_from_logits(logits)}
         logprobs, entropy = fused(
             logits, torch.eye(logits.shape[-1]), inputs["tokens"], temperature
@@ -461,7 +461,7 @@ def openrlhf() -> dict[str, Answer]:
         logits = inputs["logits"] / temperature
         return {
             "logprobs": utils.log_probs_from_logits(logits, inputs["tokens"]),
-            # Without torch.compile, which wraps it.
+            # Unwrap the function from torch.compile.
             "entropy": torch._dynamo.disable(utils.compute_entropy)(logits),
         }
 
@@ -511,7 +511,7 @@ def openrlhf() -> dict[str, Answer]:
 
 
 def skyrl() -> dict[str, Answer]:
-    if sys.version_info < (3, 12):  # pydantic wants this one there
+    if sys.version_info < (3, 12):  # pydantic needs this variant there
         import typing_extensions
 
         typing.TypedDict = typing_extensions.TypedDict

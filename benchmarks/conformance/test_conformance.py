@@ -1,7 +1,8 @@
 """Every installed package answers every fixture.
 
-FastPPO's cells must be the same as the answer. A peer's cell is the same, or that of the recorded
-formula in `differences.py`: anything else fails, so that a new version cannot change silently.
+FastPPO's cells must equal the answer. A peer's cell must equal the answer or the formula recorded
+in `differences.py`. Anything else fails, so that a new version cannot change its definition
+unnoticed.
 """
 
 from __future__ import annotations

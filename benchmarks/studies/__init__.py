@@ -5,5 +5,5 @@
     python -m benchmarks.studies.recipe_curves runs
 
 Each study trains on CPUs, prints its table in Markdown, and draws its figure into the directory.
-Finished runs are kept and not repeated. `--quick` runs a version of minutes.
+Finished runs are kept and not repeated. `--quick` runs a version that takes minutes.
 """

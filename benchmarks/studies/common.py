@@ -1,4 +1,4 @@
-"""Timed runs, cached results, tables and figures for the studies."""
+"""Run, cache, tabulate and plot: helpers of the studies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parser_of(study: str, **numbers: float) -> argparse.ArgumentParser:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """Return the content of a JSON file; make and write it first if it does not exist."""
+    """Return the content of a JSON file; compute and write it first if it does not exist."""
     if not path.exists():
         made = make()
         path.parent.mkdir(parents=True, exist_ok=True)

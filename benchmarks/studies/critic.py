@@ -5,9 +5,9 @@
     python -m benchmarks.studies.critic runs/sentiment --task smollm2-sentiment
 
 `demo` is the PPO stage of the demo, with a second head trained by AdamW. It compares the gold
-reward, which is never trained on. A seed counts as lost if the policy exploits the reward model,
-far from the base. `key-and-door` has one reward, after eight turns. `smollm2-sentiment` is the
-recipe in bf16.
+reward, which is never trained on. A seed counts as lost if the policy exploits the reward model and
+moves far from the base. `key-and-door` has one reward, after eight turns. `smollm2-sentiment` is
+the recipe in bf16.
 
 All settings of a seed start from the same weights, with the same constant learning rate, batch size
 and epochs, and train one after another on one thread. The study prints the metrics at equal compute
@@ -48,14 +48,16 @@ from fastppo.recipes.run import prepare, write_files
 from fastppo.run.options import read_yaml
 
 HOLE = 10.0
-"""Nats per response. Policies with a good gold reward stay closer to the base."""
+"""KL in nats per response beyond which a seed may be lost. Policies with a good gold reward stay
+closer to the base.
+"""
 
 CRITIC_METRICS = {
     "explained_variance": "explained share of the returns' variance",
     "advantage_correlation": "correlation of the advantages with and without it",
 }
 KEPT = ("processor_seconds", "reward", "monitor/gold_reward", "kl", *CRITIC_METRICS)
-"""Metrics of an iteration that are saved."""
+"""Metrics of an iteration to save."""
 
 CLOSED_FORM = {"value_model": "shared", "value_head": "auto", "value_learning_rate": None}
 BY_ADAMW = {"value_model": "shared", "value_head": "gradient", "value_learning_rate": 1e-3}
@@ -111,20 +113,20 @@ def sentiment(directory: Path, seed: int, output_dir: Path, **options: Any) -> P
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task of the study."""
+    """Task of the study."""
 
     config: Callable[..., PPOConfig]
-    """Called with the study's directory, the seed, the run's directory, and options."""
+    """Function of the study's directory, the seed, the run's directory and further options."""
     critics: dict[str, dict[str, Any]]
-    """Settings with a critic. The others are compared with the first."""
+    """Settings with a critic. All settings are compared with the first of them."""
     samples_per_prompt: int
-    """For RLOO and GRPO."""
+    """Number of samples per prompt for RLOO and GRPO."""
     metrics: dict[str, int]
-    """Printed metrics and their digits. The first is compared."""
+    """Metrics to print, with their digits. The first one is compared."""
     seconds: float
     seeds: range
     smooth: int = 5
-    """Iterations in a running mean."""
+    """Number of iterations in a running mean."""
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The task `key-and-door` of `benchmarks.studies.critic`: delayed reward over eight turns.
+"""Define the task `key-and-door` of `benchmarks.studies.critic`: a delayed reward over eight turns.
 
 On a 3 × 3 grid the policy makes one move per turn and reads its position and whether it has the
 key. It must fetch the key and then reach the door. The only reward comes at the end. A small model
@@ -24,7 +24,7 @@ from fastppo.stages.sft import SFTConfig, train_sft
 SIDE = 3
 CELLS = range(SIDE * SIDE)
 TURNS = 8
-"""The longest path: from corner to corner and back."""
+"""Maximum number of turns, the longest path: from corner to corner and back."""
 
 MOVES = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 
@@ -36,14 +36,14 @@ WORDS = [
     *MOVES,
     *(f"{letter}{place}" for letter in "cab" for place in CELLS),
 ]
-"""c4 is a cell, a4 the policy in this cell, b4 the policy in this cell with the key."""
+"""Words of the task: c4 is a cell, a4 the policy in this cell, b4 the policy there with the key."""
 
 WALKS = 6
-"""Random walks per prompt, the demonstrations."""
+"""Number of random walks per prompt, the demonstrations."""
 
 
 class KeyAndDoor:
-    """Rewards 1 when the policy enters the door's cell with the key, and ends the episode."""
+    """Grid that pays 1 and ends the episode when the policy enters the door's cell with the key."""
 
     def reset(self, prompt: str, start: int, key: int, door: int) -> None:
         """Start an episode; the prompt stays unchanged."""
@@ -55,7 +55,7 @@ class KeyAndDoor:
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return the position, the reward, and whether the episode is over.
 
-        Words other than a move, and moves against a wall, change nothing.
+        Words other than a move, and moves against a wall, have no effect.
         """
         right, down = MOVES.get(text.strip(), (0, 0))
         x = min(max(self.cell % SIDE + right, 0), SIDE - 1)

@@ -1,26 +1,27 @@
-"""Does `learning_rate: auto` need tuning? Against fixed rates, on nine tasks, one also with LoRA.
+"""Does `learning_rate: auto` need tuning? Compare it with fixed rates on nine tasks.
 
     python -m benchmarks.studies.learning_rate runs/learning-rate
     python -m benchmarks.studies.learning_rate runs/learning-rate --tasks demo guess --seeds 1
 
-Tasks have batches of 64 responses, and most also of 256. `auto` starts from a tenth and from ten
-times its first rate; the fixed rates are 1e-6 to 1e-3. All other options are the defaults, apart
-from the task's models, prompts, rewards, lengths and KL coefficient. The settings of a task, batch
-size and seed start from the same weights and make the same number of iterations on one thread, so
-they take about the same CPU time.
+Tasks run at batch size 64, and most of them also at 256; `demo` also runs with LoRA. `auto` starts
+from a tenth and from ten times its first rate; the fixed rates are 1e-6 to 1e-3. All other options
+are the defaults, apart from the task's models, prompts, rewards, lengths and KL coefficient. The
+settings of a task, batch size and seed start from the same weights and make the same number of
+iterations on one thread, so they take about the same CPU time.
 
 The result of a run is the mean reward of its last five batches; the responses of a batch were
 generated before the policy was trained on its prompts' rewards. A run has collapsed if this is
 below the reward of its first batch. `demo` reports the gold reward, which is not trained on. The
-constants of `auto` were chosen on `demo` and `key-and-door`, `step_kl` on all tasks of TASKS down
-to `smollm2-sentiment`, and the fall of its target on other seeds of `calculator`.
+constants of `auto` were tuned on `demo` and `key-and-door`, `step_kl` on all tasks of TASKS down to
+`smollm2-sentiment`, and the decrease of its target on other seeds of `calculator`.
 
     python -m benchmarks.studies.learning_rate runs/learning-rate --defaults
 
 `--defaults` varies one default of the update at a time instead, with `auto`, on the two tasks on
 which its constants were chosen, at equal CPU time.
 
-Runs are kept as JSON, so an interrupted study goes on where it stopped. `--jobs 2` uses two cores.
+Runs are kept as JSON, so an interrupted study continues where it stopped. `--jobs 2` uses two
+cores.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from fastppo.run.options import read_yaml
 
 FIXED = ("1e-06", "1e-05", "0.0001", "0.001")
 AUTO = {"auto from 1e-6": FIRST_RATE / 10, "auto from 1e-4": 10 * FIRST_RATE}
-"""First rates."""
+"""Initial learning rates of `auto`, by setting."""
 
 SETTINGS = (*AUTO, *FIXED)
 
@@ -86,13 +87,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 TUNED_ON = ("demo", "key-and-door")
 SECONDS = 20.0
-"""CPU time of a run of `--defaults`."""
+"""CPU seconds of a run of `--defaults`."""
 
 LAST = 5
-"""Batches whose mean reward is the result of a run."""
+"""Number of last batches whose mean reward is the result of a run."""
 
 KEPT = ("processor_seconds", "reward", "kl", "approx_kl", "update_kl", "learning_rate", "undone")
-"""Metrics of an iteration that are saved."""
+"""Metrics of an iteration to save."""
 
 TASK_OPTIONS = (
     "model",
@@ -106,21 +107,21 @@ TASK_OPTIONS = (
     "kl_coef",
     "microbatch_size",
 )
-"""Options of a task; all others are the defaults."""
+"""Options that a task sets; all others are the defaults."""
 
 RESULTS = Path(__file__).parents[1] / "results" / "studies" / "learning-rate.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task of the study."""
+    """Task of the study."""
 
     config: Callable[[Path, int, dict[str, Any]], PPOConfig]
-    """Called with the study's directory, the seed and options."""
+    """Function of the study's directory, the seed and further options."""
     iterations: dict[int, int]
-    """By batch size."""
+    """Number of iterations by batch size."""
     reward: str = "reward"
-    """The reported metric."""
+    """Metric to report."""
     first_seed: int = 0
 
 
@@ -296,7 +297,7 @@ def at_equal_time(records: dict[Run, Records]) -> dict[Run, Records]:
 
 
 def shares_of_best(settings: dict[str, list[Run]], records: dict[Run, Records]) -> list[str]:
-    """Return the best fixed rate, and the means of `auto` as shares of its mean."""
+    """Return the best fixed rate, and the means of `auto` as shares of the best rate's mean."""
     means = {
         name: float(np.mean([run.result(records[run]) for run in runs]))
         for name, runs in settings.items()
@@ -306,7 +307,7 @@ def shares_of_best(settings: dict[str, list[Run]], records: dict[Run, Records]) 
 
 
 def print_grid(records: dict[Run, Records]) -> None:
-    """Print the results of each setting, and the share of `auto` in the best fixed rate's."""
+    """Print the results of each setting, and those of `auto` as shares of the best fixed rate's."""
     rows = {}
     shares = {}
     cut = at_equal_time(records)
@@ -338,7 +339,7 @@ def print_variants(records: dict[Run, Records]) -> None:
 
 
 def draw(records: dict[Run, Records], path: Path) -> None:
-    """Draw the mean reward of each setting over the iterations, a panel for each case."""
+    """Draw the mean reward of each setting over the iterations, one panel per case."""
     cases = by_case(records)
     figure = figure_of([(case, "iteration", "reward") for case in cases])
     for axis, settings in zip(figure.axes, cases.values(), strict=True):
@@ -351,7 +352,7 @@ def draw(records: dict[Run, Records], path: Path) -> None:
 
 
 def keep(records: dict[Run, Records], path: Path) -> None:
-    """Write rewards, trained on and reported, and CPU seconds; of `auto` also the rates."""
+    """Write the trained and the reported rewards and the CPU seconds; for `auto` also the rates."""
     curves: dict[str, Any] = {}
     for run, kept_records in records.items():
         names = list(dict.fromkeys([TASKS[run.task].reward, "reward", "processor_seconds"]))

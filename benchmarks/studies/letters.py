@@ -1,4 +1,4 @@
-"""Three small tasks that decided no constant of `learning_rate: auto`.
+"""Define three small tasks that were held out when tuning `learning_rate: auto`.
 
 `reverse` asks for four letters in reverse, `sort` for four digits in order, `next-letter` for the
 successor of each of five letters. A model over characters first learns from demonstrations, half
@@ -19,13 +19,13 @@ from fastppo.recipes.characters import CHARACTERS, make_tokenizer, train_from_sc
 
 LETTERS = "abcdefgh"
 WORDS = 1500
-"""Drawn words; repeated ones are dropped."""
+"""Number of words to draw; repeated ones are dropped."""
 
 LEFT_OUT = 200
-"""Words without a demonstration or a prompt."""
+"""Number of words that appear in no demonstration and no prompt."""
 
 DEMONSTRATIONS = 4
-"""Per word."""
+"""Number of demonstrations per word."""
 
 
 class Data(NamedTuple):
@@ -57,9 +57,9 @@ def make(
     """Draw words of a task, and demonstrations for them.
 
     Args:
-        end: of the prompt, after the word.
-        solve: returns the right answer.
-        spoil: makes an answer wrong.
+        end: the end of the prompt, after the word.
+        solve: a function that returns the right answer.
+        spoil: a function that makes an answer wrong.
     """
     words = ["".join(draw.choice(symbols) for _ in range(length)) for _ in range(WORDS)]
     rows: Rows = [{"prompt": word + end, "answer": solve(word)} for word in dict.fromkeys(words)]
@@ -98,7 +98,7 @@ def data_of(task: str) -> Data:
 
 
 def correct(prompts: list[Any], completions: list[str], answer: list[str]) -> list[float]:
-    """The reward: 1 for the right answer."""
+    """Return the reward of each completion: 1 for the right answer, 0 otherwise."""
     pairs = zip(completions, answer, strict=True)
     return [float(completion.strip() == right) for completion, right in pairs]
 

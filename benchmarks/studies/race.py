@@ -1,4 +1,4 @@
-"""The demo's task by several trainers: CPU seconds to a gold reward of 0.8, on one thread.
+"""Race several trainers on the demo's task: CPU seconds to a gold reward of 0.8, on one thread.
 
     python -m benchmarks.studies.race runs/race fastppo
     python -m benchmarks.studies.race runs/race fastppo-auto
@@ -49,7 +49,7 @@ from fastppo.demo.task import gold_reward
 
 GOLD = 0.8
 BATCHES = 3
-"""Consecutive batches in the mean of gold."""
+"""Number of consecutive batches in the mean of gold."""
 
 BATCH = 128
 MINIBATCHES = 4
@@ -60,11 +60,11 @@ KL_COEF = 0.08
 LAM = 0.95
 LEARNING_RATE = 3e-4
 ITERATIONS = 40
-"""Length of the linear learning rate decay."""
+"""Number of iterations of the linear learning rate decay."""
 
 
 class Clock:
-    """Records gold and time of each batch of responses.
+    """Recorder of the gold reward and the time of each batch of responses.
 
     Args:
         limit: CPU time in seconds after which the run stops.
@@ -110,11 +110,11 @@ def reached(points: Sequence[dict[str, float]]) -> dict[str, float] | None:
 
 
 class StopRunError(Exception):
-    """Target or time limit reached."""
+    """Raised when the target or the time limit is reached."""
 
 
 class StopCallback(TrainerCallback):
-    """Ends a TRL run by an exception, since its PPO trainer ignores `should_training_stop`."""
+    """Callback that raises to end a TRL run; TRL's PPOTrainer ignores `should_training_stop`."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -125,10 +125,11 @@ class StopCallback(TrainerCallback):
 
 
 class Score(torch.nn.Module):
-    """The reward model's scores of texts, equal to those of `fastppo.rewards.model`."""
+    """Scorer of texts by the reward model, with the results of `fastppo.rewards.model`."""
 
     base_model_prefix = "model"
-    """TRL's PPO trainer reads a reward model through this, `model` and `score`."""
+    """Name of the trunk. TRL's PPO trainer reads a reward model through this, `model` and
+    `score`."""
 
     def __init__(self, directory: Path, tokenizer: Any, clock: Clock) -> None:
         super().__init__()
@@ -210,12 +211,12 @@ def fastppo(
 
 
 def fastppo_auto(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
-    """`learning_rate: auto`, whatever the rate."""
+    """Train with `learning_rate: auto`, whatever the rate."""
     fastppo(directory, clock, "auto", seed, lr_schedule="constant")
 
 
 def fastppo_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
-    """The algorithm of TRL's GRPO in FastPPO."""
+    """Run the algorithm of TRL's GRPO in FastPPO."""
     fastppo(
         directory,
         clock,
@@ -239,7 +240,7 @@ def trl_ppo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> N
     rows = [{"input_ids": stages.tokenizer(prompt)["input_ids"]} for prompt in stages.prompts]
     config = PPOConfig(
         output_dir=str(directory / "TRL-PPO"),
-        # With gradient accumulation its optimizer would step only once per epoch.
+        # With gradient accumulation, TRL's optimizer would step only once per epoch.
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=1,
         num_mini_batches=MINIBATCHES,
@@ -319,7 +320,8 @@ _TRAINER: dict[str, Any] = {
     "disable_tqdm": True,
     "logging_steps": 10**6,
 }
-"""Both TRL trainers turn on bf16 and gradient checkpointing, which slow a tiny model on a CPU."""
+"""Options of both TRL trainers. By default they turn on bf16 and gradient checkpointing, which slow
+a tiny model on a CPU."""
 
 
 CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {

@@ -1,4 +1,4 @@
-"""Learning curves of recipes by seed, from runs of `fastppo recipe`.
+"""Draw the learning curves of recipes by seed, from runs of `fastppo recipe`.
 
     for seed in 0 1 2; do fastppo recipe arithmetic --seed $seed --out runs/arithmetic-$seed; done
     python -m benchmarks.studies.recipe_curves runs
@@ -19,7 +19,7 @@ from fastppo.run.log import read_jsonl
 KEPT = Path(__file__).parents[1] / "results" / "studies" / "recipe-curves.json"
 
 Curves = dict[str, dict[str, list[float]]]
-"""The reward of each iteration, by recipe and seed."""
+"""Reward of each iteration, by recipe and seed."""
 
 
 def curves_of(runs: Path) -> Curves:

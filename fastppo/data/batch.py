@@ -1,9 +1,9 @@
 """Batches of prompts and responses, stored end to end; masks and positions follow from lengths.
 
-Lengths are kept on the CPU, so nothing here synchronizes with the GPU. They alone tell prompts,
-responses and padding apart: the pad token may be any token, EOS included. Per-token quantities
-(logprobs, values, advantages, …) are packed, `[N]`: the response tokens of sequence 0, then those
-of sequence 1, and so on. Nothing is computed for prompts or padding.
+Lengths are kept on the CPU, so this module never synchronizes with the GPU. They alone tell
+prompts, responses and padding apart: the pad token may be any token, EOS included. Per-token
+quantities (logprobs, values, advantages, …) are packed, `[N]`: the response tokens of sequence 0,
+then those of sequence 1, and so on. Nothing is computed for prompts or padding.
 
 A response may contain tokens that the policy did not generate, such as a tool's answer between two
 turns. The policy reads them, but they are not among the N: they have no loss, KL, entropy or value.
@@ -29,9 +29,9 @@ class Packing(NamedTuple):
     """Sequence boundaries within a packed row."""
 
     position_ids: Tensor
-    """[1, Σ length] int64, starting from 0 for each sequence."""
+    """Position of each token in its sequence, [1, Σ length] int64."""
     cu_seqlens: Tensor
-    """[B + 1] int32: the start of each sequence, then Σ length."""
+    """Start of each sequence, then Σ length: [B + 1] int32."""
     longest: int
     """Length of the longest sequence, tokens."""
 
@@ -40,13 +40,13 @@ class Layout(NamedTuple):
     """The input of a transformer: one padded row per sequence, or all sequences in one row."""
 
     input_ids: Tensor
-    """[B, S] int64: prompt, response, padding. Packed: [1, Σ length]."""
+    """Prompt, response and padding, [B, S] int64; [1, Σ length] if packed."""
     predicting: Tensor
-    """[N] int64: flat positions whose hidden states predict the response tokens."""
+    """Flat positions whose hidden states predict the response tokens, [N] int64."""
     final: Tensor
-    """[B] int64: flat position of each sequence's last token."""
+    """Flat position of each sequence's last token, [B] int64."""
     packing: Packing | None = None
-    """None if each row is one sequence."""
+    """Boundaries of packed sequences; None if each row is one sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +54,10 @@ class Batch:
     """B sequences, each a prompt followed by its response."""
 
     tokens: Tensor
-    """[Σ length] int64: prompt and response of sequence 0, then of sequence 1, …"""
+    """Prompt and response of sequence 0, then of sequence 1, …: [Σ length] int64."""
     prompt_lengths: Tensor
-    """[B] int64 on the CPU, tokens; at least 1, since the last prompt token predicts the first
-    response token."""
+    """Tokens of each prompt, [B] int64 on the CPU; at least 1, since the last prompt token predicts
+    the first response token."""
     response_lengths: Tensor
     """[B] int64 on the CPU, tokens; includes the EOS of a finished response."""
     response_mask: Tensor | None = None
@@ -111,7 +111,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64 on the CPU: tokens of prompt and response together."""
+        """Tokens of prompt and response together, [B] int64 on the CPU."""
         return self.prompt_lengths + self.response_lengths
 
     @property
@@ -147,7 +147,7 @@ class Batch:
 
     @property
     def response_tokens(self) -> Tensor:
-        """[N] int64, packed."""
+        """The policy's tokens, packed, [N] int64."""
         begin = starts(self.lengths) + self.prompt_lengths
         return self.tokens[on_device(self._generated_positions(begin), self.device)]
 
@@ -229,14 +229,17 @@ class Batch:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device, without waiting: a copy from pageable memory would block."""
+    """Copy a CPU tensor to the device without waiting.
+
+    A copy from pageable memory would block, so the tensor is pinned first.
+    """
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 
 def starts(lengths: Tensor) -> Tensor:
-    """[B]: the start of each of B spans stored end to end."""
+    """Return the start of each of B spans stored end to end, [B]."""
     return lengths.cumsum(0) - lengths
 
 
@@ -250,8 +253,8 @@ def split_packed(x: Tensor, lengths: Tensor, sizes: list[int]) -> tuple[Tensor, 
 
 
 def spans(begin: Tensor, lengths: Tensor) -> Tensor:
-    """[Σ length] int64 on the CPU: begin[0], begin[0] + 1, … for each span in turn."""
-    # These are many calls on few numbers, and NumPy has less overhead per call than torch.
+    """Return begin[0], begin[0] + 1, … of each span in turn, [Σ length] int64 on the CPU."""
+    # This makes many calls on few numbers, and NumPy has less overhead per call than torch.
     counts = lengths.numpy()
     offset = (begin.numpy() - np.cumsum(counts) + counts).repeat(counts)
     return torch.from_numpy(offset + np.arange(len(offset)))

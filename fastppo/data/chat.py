@@ -1,4 +1,4 @@
-"""Conversion of text and chat messages to token ids and back.
+"""Convert text and chat messages to token ids and back.
 
 A prompt is a string, or a list of messages with a role and a content. A completion is the text
 after it, decoded without special tokens.
@@ -39,7 +39,7 @@ def text_of(content: Any) -> str:
 def _text_of_part(part: Any) -> str:
     if not isinstance(part, dict):
         return str(part)
-    text = part.get("text")  # None in rows of Parquet that have another type
+    text = part.get("text")  # None in rows of Parquet whose part has another type
     return f"[{part.get('type')}]" if text is None else str(text)
 
 
@@ -59,8 +59,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
     """Apply the tokenizer's chat template.
 
     Args:
-        where: start of an error message.
-        options: of `apply_chat_template`.
+        where: the start of an error message.
+        options: further keywords of `apply_chat_template`.
 
     Raises:
         DataError: there is no template, or it rejects the messages.
@@ -69,7 +69,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
-        # Templates raise TemplateError; contents of an unexpected type raise the others.
+        # Templates raise TemplateError; contents of an unexpected type raise the other errors.
         raise DataError(f"{where}: the chat template rejects the messages: {error}") from error
 
 
@@ -82,8 +82,8 @@ def check_chat_template(has_template: bool, where: str) -> None:
 def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
     """Return a copy of a tokenizer whose chat template has defaults for these variables.
 
-    A caller of `apply_chat_template` may still pass others. The saved tokenizer keeps the defaults,
-    so that the policy is used as it was trained.
+    Callers of `apply_chat_template` can still override them. The saved tokenizer keeps the
+    defaults, so that the policy is used as it was trained.
 
     Raises:
         ValueError: the template does not read a variable, or there is no single template.
@@ -108,8 +108,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
     """Tokenize one prompt: a string, or messages followed by the generation prompt.
 
     Args:
-        where: start of an error message.
-        options: of `apply_chat_template`.
+        where: the start of an error message.
+        options: further keywords of `apply_chat_template`.
 
     Raises:
         DataError: the prompt is empty or of another type, has no tokens, or is rejected by the chat

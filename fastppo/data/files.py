@@ -1,6 +1,6 @@
-"""Writing files: completely or not at all, even if the process is killed; and records line by line.
+"""Write files completely or not at all, even if the process is killed, and append records.
 
-Libraries write their own files into the directory of `written_whole`, or into that of an unfinished
+Libraries write their files into the directory of `written_whole`, or into that of an unfinished
 checkpoint.
 """
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 UNFINISHED = ".unfinished"
-"""A directory whose files are still being written."""
+"""Suffix of a directory whose files are still being written."""
 
 
 class MissingPathError(ValueError):
-    """An option names a path that does not exist."""
+    """Raised when an option names a path that does not exist."""
 
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)

@@ -19,7 +19,7 @@ NOT_OF_A_MODEL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version
 """Fields of a config that describe how it was loaded, not the model."""
 
 DIGITS = 16
-"""Hexadecimal digits: 64 bits."""
+"""Hexadecimal digits of a fingerprint: 64 bits."""
 
 
 def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,7 +1,7 @@
-"""Reachability of the Hugging Face Hub.
+"""Check that the Hugging Face Hub can be reached.
 
-The libraries of the hub repeat each request for up to six minutes. A mistyped path looks like a
-name on the hub, so a run without a network would take that long to report it.
+The hub's libraries repeat each request for up to six minutes. A mistyped path looks like a name on
+the hub, so without a network a run would take that long to report it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TIMEOUT = 5.0
 def check_reachable(name: str, file: str, repo_type: str = "model") -> None:
     """Check that a name is in the cache of the hub, or that the hub answers.
 
-    Any answer is accepted: the libraries describe a missing or private repository. Without an
-    answer, the request is repeated once.
+    Any answer is accepted, since the libraries report a missing or private repository themselves.
+    Without an answer, the request is repeated once.
 
     Args:
-        file: one that the libraries read first.
+        file: the file that the libraries read first.
 
     Raises:
         ConnectionError: the hub does not answer.
@@ -30,14 +30,14 @@ def check_reachable(name: str, file: str, repo_type: str = "model") -> None:
         return
     try:
         is_cached = try_to_load_from_cache(name, file, repo_type=repo_type) is not None
-    except HFValidationError:  # no name of the hub
+    except HFValidationError:  # not a valid name on the hub
         return
     if is_cached:
         return
     url = hf_hub_url(name, file, repo_type=repo_type)
     try:
         http_backoff("HEAD", url, max_retries=1, retry_on_status_codes=(), timeout=TIMEOUT)
-    except Exception as error:  # httpx's or httpx2's, by the version of huggingface_hub
+    except Exception as error:  # from httpx or httpx2, depending on the version of huggingface_hub
         raise ConnectionError(
             f"{constants.ENDPOINT} does not answer ({type(error).__name__}: {error}). Give a path "
             "that exists, or connect to the hub; HF_HUB_OFFLINE=1 uses its cache alone"

@@ -1,4 +1,4 @@
-"""Splitting a batch into microbatches, the sequences of one forward and backward pass.
+"""Split a batch into microbatches, the sequences of one forward and backward pass.
 
 Loss weights are normalized over the whole minibatch, so the split affects memory and speed but not
 the gradient. Sequences are sorted by length, longest first: this reduces padding, and a microbatch
@@ -24,7 +24,8 @@ class Limits:
     sequences: int
     """Maximum number of sequences; ignored if `tokens` is given."""
     tokens: int | None = None
-    """Maximum number of computed tokens, padding included; a longer sequence is on its own."""
+    """Maximum number of computed tokens, padding included; a longer sequence gets a microbatch
+    alone."""
     packed: bool = False
     """Whether sequences are packed, without padding."""
 
@@ -75,7 +76,7 @@ class Assignment(NamedTuple):
     rounds: int
     """Number of microbatches that every rank runs: collectives need all ranks."""
     filler: Tensor
-    """[1]: the row, with weight 0, that a rank runs when it has no microbatches left."""
+    """Row that a rank runs with weight 0 when it has no microbatches left, [1]."""
 
     def of_rank(self, rank: int) -> list[Tensor]:
         """Return the rows of each microbatch of a rank, fillers included."""
@@ -113,10 +114,10 @@ class MicrobatchPlan:
     own_tokens: int
     """Response tokens of those sequences."""
     sequence_order: Tensor | None = None
-    """[B] int64 on the device: index of each sequence of the batch in the concatenation over all
-    ranks; None if the order is unchanged."""
+    """Index of each sequence of the batch in the concatenation over all ranks, [B] int64 on the
+    device; None if the order is unchanged."""
     token_order: Tensor | None = None
-    """[N] int64 on the device: the same for response tokens."""
+    """Index of each response token in that concatenation, [N] int64 on the device."""
 
     def in_order(self, values: Tensor) -> Tensor:
         """Gather per-token values of all ranks in the batch's order, [N].

@@ -66,7 +66,7 @@ def encode_prompts(
     """Tokenize the prompt column.
 
     Args:
-        max_prompt_tokens: the context less the longest response, tokens.
+        max_prompt_tokens: the model's context minus the longest response, in tokens.
 
     Raises:
         DataError: a prompt is missing, empty, of another type or too long; a column has a reserved

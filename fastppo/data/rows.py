@@ -1,7 +1,7 @@
-"""Rows from JSONL, Parquet, a saved `datasets` directory or a hub dataset; their shuffled order.
+"""Load rows from JSONL, Parquet, a saved `datasets` directory or a hub dataset, and shuffle them.
 
-The order depends on the seed and the epoch alone, so the position in the data is one number, and a
-run can resume from it.
+The order depends on the seed and the epoch alone, so one number describes the position in the data,
+and a run can resume from it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ JSONL = (".jsonl", ".json", ".ndjson")
 
 
 class DataError(ValueError):
-    """Unusable data; the message says where and why."""
+    """Raised for unusable data; the message says where and why."""
 
 
 class NoSuchDataError(DataError, MissingPathError):
-    """A missing file or directory."""
+    """Raised for a missing file or directory."""
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
@@ -120,7 +120,7 @@ def _load_datasets(source: str, split: str) -> Rows:
     from fastppo.data.hub import check_reachable  # imports an HTTP client
 
     path = Path(source)
-    markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
+    markers = ("state.json", "dataset_dict.json")  # files that save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):
         try:
             dataset = load_from_disk(source)
@@ -147,9 +147,9 @@ def _load_datasets(source: str, split: str) -> Rows:
 
 
 def is_missing_path(name: str) -> bool:
-    """Return whether a name is a path to nothing, and cannot be a name on the hub (`owner/name`).
+    """Return whether a name is a path that does not exist and cannot be a hub name (`owner/name`).
 
-    A name below `runs/`, the default of `output_dir`, counts as a path.
+    A name below `runs/`, the folder of the default `output_dir`, counts as a path.
     """
     is_path = name.count("/") > 1 or name.endswith("/") or name.startswith((".", "/", "~", "runs/"))
     return is_path and not Path(name).exists()
@@ -159,7 +159,7 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     """Return a permutation of range(count), determined by seed and epoch."""
     import torch  # options are checked without it
 
-    # The prime keeps (seed, epoch) pairs of different runs apart.
+    # The prime keeps the (seed, epoch) pairs of different runs apart.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator).tolist()
 

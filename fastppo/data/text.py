@@ -3,7 +3,7 @@
     loss = loss_PPO + γ · E_text[−log π(text)]          (Ouyang et al. 2022, eq. 2)
 
 As in pretraining, texts are concatenated, each followed by EOS, and split into blocks of equal
-length; the rest is dropped. Blocks are visited in shuffled epochs, as prompts are.
+length; the remainder is dropped. Blocks are visited in shuffled epochs, like prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP requests without redirects."""
+"""Send HTTP requests without following redirects."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Control is replicated, compute is distributed. Ranks share the rows of a batch for generation,
 scoring, forward and backward passes. Results are gathered, and every rank computes the same
-advantages, permutations, minibatches, metrics and decisions from the full batch. No statistic needs
-its own reduction, and a single process runs the same code.
+advantages, permutations, minibatches, metrics and decisions from the full batch. So no statistic
+needs a reduction across ranks, and a single process runs the same code.
 
 To keep ranks in step, no `if` between two collectives may depend on local knowledge. Errors are
 gathered like results, and every rank raises them.
@@ -36,11 +36,11 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device | None = None
-    """Device of this rank; None lets the run choose."""
+    """Device of this rank; None lets the run choose it."""
     mesh: Any = None
-    """`DeviceMesh` of the ranks; its last dimension shards one copy of the weights."""
+    """`DeviceMesh` of the ranks, whose last dimension shards one copy of the weights."""
     timeout: float = TIMEOUT
-    """Seconds."""
+    """Seconds to wait for other ranks."""
 
     @property
     def is_main(self) -> bool:
@@ -213,7 +213,7 @@ def _nothing() -> Any:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error itself if it can be pickled, else one of a base class with its message."""
+    """Return the error if it can be pickled, else one of a base class with the same message."""
     message = f"{type(error).__name__}: {error}"
     for kind in type(error).__mro__:
         if kind is Exception:

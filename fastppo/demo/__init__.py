@@ -1,1 +1,1 @@
-"""All three stages on a synthetic language: supervised fine-tuning, reward model, PPO."""
+"""Run all three stages on a synthetic language: supervised fine-tuning, reward model, PPO."""

@@ -57,8 +57,8 @@ def run_demo(
     """Run the three stages and print the results.
 
     Args:
-        output_dir: folder of data/, sft/, reward_model/ and ppo/.
-        iterations: PPO iterations; default as in demo.yaml.
+        output_dir: the folder for data/, sft/, reward_model/ and ppo/.
+        iterations: number of PPO iterations; by default that of demo.yaml.
 
     Returns:
         dict: `before` and `after`, the results of `PPOTrainer.evaluate` on held-out prompts;
@@ -70,7 +70,7 @@ def run_demo(
     options: dict[str, Any] = {"seed": seed, "device": device}
     if iterations is not None:
         options["iterations"] = iterations
-    # First, so that a wrong option fails before the first two stages are trained.
+    # Comes first, so that a wrong option fails before the first two stages are trained.
     config = ppo_config(output_dir, output_dir / "ppo", **options)
     world = world_of(config)
     if world.size > 1:

@@ -2,11 +2,11 @@
 
 Prompts ask about a creature. Completions are short descriptions from a grammar, harsh as often as
 friendly. The gold reward prefers friendly, well-formed descriptions of the prompt's creature and
-its actions; nothing is trained on it. The reward model sees only preference pairs, labeled by the
+its actions; no model is trained on it. The reward model sees only preference pairs, labeled by the
 gold reward with noise like human labels. PPO can therefore overoptimize the reward model, and the
 gold reward shows it.
 
-The seed determines all data; nothing is downloaded.
+The seed determines all data, and no download is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT: added to a model in place, and merged when saving."""
+"""Add PEFT's LoRA adapters to a model in place, and merge them when the model is saved."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def add_adapters(
         task_type=task_type,
     )
     with warnings.catch_warnings():
-        # PEFT uses an attribute that transformers renamed.
+        # PEFT reads an attribute under the name it had before transformers renamed it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         return get_peft_model(model, config)
 
 
 def adapters_of(model: PreTrainedModel, options: Any, task_type: str = "CAUSAL_LM") -> Any:
-    """Call `add_adapters` with a run's options. Returns None if `lora_rank` is 0."""
+    """Call `add_adapters` with a run's options, or return None if `lora_rank` is 0."""
     if options.lora_rank == 0:
         return None
     return add_adapters(

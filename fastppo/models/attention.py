@@ -5,8 +5,8 @@ is needed, and a mask keeps SDPA from its fastest kernels. Training needs no mas
 padding on their right, and the bounds of packed sequences are known.
 
 So the trunk gets a `mark`, an empty four-dimensional mask that transformers passes on unread.
-Attention functions registered with `AttentionInterface` read it as "causal, nothing masked". The
-mark is an argument, so it is present when activations are recomputed. Calls without it, such as
+Attention functions registered with `AttentionInterface` read it as "causal, without masked tokens".
+The mark is an argument, so it is present when activations are recomputed. Calls without it, such as
 generation, use transformers' functions unchanged.
 
 Packed rows use flash-attn if the model was loaded with it, else torch's `varlen_attn`; both need a
@@ -33,11 +33,11 @@ ABSENT = object()
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""torch 2.13 and later need a flag for grouped-query attention."""
+"""Keywords for grouped-query attention, which needs a flag in torch 2.13 and later."""
 
 
 def mark(device: torch.device) -> Tensor:
-    """Return the stand-in for a mask that masks nothing."""
+    """Return the placeholder that stands for a purely causal mask."""
     return torch.zeros(1, 1, 0, 0, device=device)
 
 
@@ -58,7 +58,7 @@ def window(trunk: PreTrainedModel) -> int | None:
 
 
 def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
-    """Whether the trunk's attention functions know the mark."""
+    """Return whether the trunk's attention functions know the mark."""
     config = trunk.config.get_text_config()
     return (
         trunk._supports_attention_backend
@@ -68,7 +68,7 @@ def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
 
 
 def packs_without_mask(trunk: PreTrainedModel) -> bool:
-    """Whether the kernels for packed rows support the trunk's device and dtype."""
+    """Return whether the kernels for packed rows support the trunk's device and dtype."""
     device = trunk.device.type
     dtype = trunk.dtype
     if torch.is_autocast_enabled(device):

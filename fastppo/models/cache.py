@@ -24,8 +24,8 @@ class GrowingCache(DynamicCache):
     transformers' own layers copy the whole cache for every token.
 
     Args:
-        config: of the model.
-        dtype: of keys and values; None keeps theirs.
+        config: the model's config.
+        dtype: the dtype of the cached keys and values; None keeps the dtype they arrive in.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype | None) -> None:
@@ -44,7 +44,7 @@ class GrowingCache(DynamicCache):
 
 
 class _BufferedLayer(DynamicLayer):
-    """`keys` and `values` are views of the first tokens of `key_buffer` and `value_buffer`."""
+    """Cache layer whose `keys` and `values` are views of preallocated buffers."""
 
     key_buffer: Tensor
     value_buffer: Tensor

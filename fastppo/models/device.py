@@ -15,11 +15,11 @@ from torch import nn
 from fastppo.functional.scalars import counted, describe
 
 DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
-"""`auto`, and torch's names of the devices that FastPPO computes on."""
+"""Pattern of valid devices: `auto`, and torch's names of CPUs and CUDA devices."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; `auto` is a GPU if there is one.
+    """Return the device with this name; `auto` is a GPU if there is one.
 
     Raises:
         ValueError: this machine has no such device.
@@ -83,7 +83,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager:
-    """Form matrix products in `dtype`, or in the dtype of the weights if it is None."""
+    """Run matrix products in `dtype`, or in the dtype of the weights if it is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -94,7 +94,7 @@ def cast_frozen(trunk: nn.Module, dtype: torch.dtype | None) -> None:
     memory. The trunk then needs autocast.
 
     Args:
-        dtype: None changes nothing.
+        dtype: the dtype of the products; None leaves the weights unchanged.
     """
     if dtype is None:
         return
@@ -107,5 +107,5 @@ def cast_frozen(trunk: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def is_empty(module: nn.Module) -> bool:
-    """Whether a module is on the meta device."""
+    """Return whether a module is on the meta device."""
     return any(parameter.is_meta for parameter in module.parameters())

@@ -21,9 +21,9 @@ class Head(NamedTuple):
     """An lm-head; its tensors are the model's own parameters."""
 
     weight: Tensor
-    """[V, H]"""
+    """Weight of the lm-head, [V, H]."""
     bias: Tensor | None
-    """[V]"""
+    """Bias of the lm-head, [V]."""
     logit_scale: float
     softcap: float | None
 
@@ -41,12 +41,12 @@ class Head(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """V, the size of the vocabulary."""
+        """Size V of the vocabulary."""
         return self.weight.shape[0]
 
     @property
     def width(self) -> int:
-        """H, the width of the hidden states."""
+        """Width H of the hidden states."""
         return self.weight.shape[1]
 
     @property
@@ -72,7 +72,7 @@ class Head(NamedTuple):
 
         Args:
             tokens: [N] int64.
-            options: of `fastppo.token_stats`.
+            options: further keywords of `fastppo.token_stats`.
 
         Returns:
             [N] fp32 each, nats, differentiable.
@@ -89,7 +89,7 @@ class Head(NamedTuple):
 
 
 class RefStates(NamedTuple):
-    """A reference policy's hidden states [N, H'] and head."""
+    """Hidden states [N, H'] and head of a reference policy."""
 
     hidden: Tensor
     head: Head

@@ -58,7 +58,7 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
 
 
 def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
-    """Return (role, trunk) of all readers of the policy's batches."""
+    """Return (role, trunk) for every model that reads the policy's batches."""
     trunks: list[tuple[str, Any]] = [("the policy", policy.causal_lm.base_model)]
     if isinstance(policy.value_function, CriticValue):
         trunks.append(("the critic", policy.value_function.trunk))
@@ -117,7 +117,7 @@ def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
         hook.remove()
     tokens = torch.cat([layout.predicting, layout.final])
     states = states.flatten(0, 1)[tokens]
-    # Different weights for all entries, so gradients do not cancel in a norm.
+    # Every entry gets another weight, so that the gradients do not cancel in a norm.
     weights = torch.linspace(-1, 1, states.numel(), device=states.device).view_as(states)
     (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     return states.detach(), gradient.flatten(0, 1)[tokens]

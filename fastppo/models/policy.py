@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
 
     Args:
         peft: the PEFT model around `causal_lm`, if it has adapters.
-        compute_dtype: of the matrix products; None is that of the weights.
+        compute_dtype: the dtype of the matrix products; None means the dtype of the weights.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class LanguageModel(nn.Module):
         self.packing = False
         """Whether batches are packed into one row; see `fastppo.models.packing`."""
         self.fixed_precision: bool | None = None
-        """`is_full_precision` before sharding, which may change the dtype of the parameters."""
+        """Value of `is_full_precision` before sharding, which may change the dtype of the
+        parameters."""
         self._peft = [peft]  # a list, so that its modules are not registered twice
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
@@ -96,7 +97,7 @@ class LanguageModel(nn.Module):
         return self.compute_dtype is None and self.head.weight.dtype == torch.float32
 
     def autocast(self) -> AbstractContextManager:
-        """Form matrix products in the compute dtype, in forward pass and loss."""
+        """Run the matrix products of forward pass and loss in the compute dtype."""
         return autocast(self.device, self.compute_dtype)
 
     def layout(self, batch: Batch) -> Layout:
@@ -160,7 +161,7 @@ class LanguageModel(nn.Module):
         """Compare trunk and head with the model's own logits on a small batch.
 
         Raises:
-            ValueError: they differ, as by a logit transform that FastPPO does not know.
+            ValueError: they differ, for example by a logit transform that FastPPO does not know.
         """
         length = min(8, self.context or 8)
         ids = torch.arange(2 * length, device=self.device).view(2, length)
@@ -187,32 +188,32 @@ class LanguageModel(nn.Module):
 
 
 class HeadInputs(NamedTuple):
-    """Inputs of the two heads at N positions, and the values."""
+    """Inputs of the two heads at N positions, and the values there."""
 
     hidden: Tensor
-    """[N, H] the policy's final hidden states."""
+    """Final hidden states of the policy, [N, H]."""
     values: Tensor
-    """[N] fp32."""
+    """Values at the positions, [N] fp32."""
     value_states: Tensor
-    """[N, H'] inputs of the value head, detached."""
+    """Inputs of the value head, detached, [N, H']."""
 
 
 class BatchEvaluation(NamedTuple):
     """Logprobs and values of a batch, fp32, detached."""
 
     logprobs: Tensor
-    """[N] nats, of the response tokens."""
+    """Logprobs of the response tokens, [N], in nats."""
     values: Tensor
-    """[N], of the state before each response token."""
+    """Values of the state before each response token, [N]."""
     final_values: Tensor
-    """[B], of the state after each sequence's last token."""
+    """Values of the state after each sequence's last token, [B]."""
 
 
 class ActorCritic(LanguageModel):
     """Policy and value function.
 
     Args:
-        value_function: of `fastppo.models.value`; by default a head on the shared trunk.
+        value_function: a class of `fastppo.models.value`; by default a head on the shared trunk.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Load models and tokenizers from a directory or hub name.
+"""Load models and tokenizers from a directory or the Hugging Face Hub.
 
 Models that would load and then train wrongly are rejected: other kinds of models, and models with
 missing weights, which transformers initializes at random.
@@ -80,7 +80,7 @@ def _check_model_directory(path: Path, which: str) -> None:
 
 
 def is_checkpoint(name: str | Path) -> bool:
-    """Whether a directory is a checkpoint of a PPO run."""
+    """Return whether a directory is a checkpoint of a PPO run."""
     path = Path(name)
     return path.name.startswith("checkpoint-") and (path / "manifest.json").is_file()
 
@@ -92,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 
 def is_sequence_classifier(config: Any) -> bool:
-    """Whether a config is of a sequence classifier, as reward models are."""
+    """Return whether a config belongs to a sequence classifier, such as a reward model."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
@@ -106,10 +106,10 @@ def load_whole(
     """Load a model with all its weights from a directory or hub name.
 
     Args:
-        auto_class: of transformers, such as AutoModelForCausalLM.
+        auto_class: a class of transformers, such as AutoModelForCausalLM.
         what: name of the option, for the message.
-        may_lack: called with the model and the name of a missing weight; whether the weight may be
-            initialized at random. By default none may.
+        may_lack: a function of the model and the name of a missing weight that returns whether the
+            weight may be initialized at random. By default none may.
 
     Returns:
         The model, and the names of its missing weights.

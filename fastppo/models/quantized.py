@@ -21,16 +21,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 NEEDED = "bitsandbytes>=0.49"
 
 BLOCK = 64
-"""Weights per scale."""
+"""Number of weights per scale."""
 SCALES = 256
-"""8-bit scales per 32-bit scale."""
+"""Number of 8-bit scales per 32-bit scale."""
 
 
 def nf4_config(dtype: torch.dtype) -> Any:
     """Return transformers' config for NF4 weights with quantized scales.
 
     Args:
-        dtype: of the matrix products.
+        dtype: the dtype of the matrix products.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -48,8 +48,8 @@ def nf4_config(dtype: torch.dtype) -> Any:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether the module is a 4-bit linear layer."""
-    # PEFT's wrapper has the same class name, but no weight of its own.
+    """Return whether the module is a 4-bit linear layer."""
+    # PEFT's wrapper has the same class name, but does not hold the weight itself.
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return type(module).__name__ == "Linear4bit" and hasattr(weight, "quant_state")
 
@@ -93,7 +93,7 @@ def keep_as_loaded(model: PreTrainedModel) -> None:
     has no backward pass.
 
     Raises:
-        ValueError: nothing is quantized, weights are transposed (GPT-2), or rows are not whole
+        ValueError: no layer is quantized, weights are transposed (GPT-2), or rows are not whole
             blocks, for which bitsandbytes' CPU product is wrong.
     """
     layers: list[Any] = [module for module in model.modules() if is_quantized(module)]

@@ -26,11 +26,11 @@ from fastppo.models.sharding import is_sharded, reshard, sharded_like
 
 
 class TokenKL(NamedTuple):
-    """[N] fp32 each, nats, of the response tokens."""
+    """Logprobs and KL of the response tokens, [N] fp32 each, in nats."""
 
     ref_logprobs: Tensor
     kl: Tensor
-    """Σ_j p_j (log p_j − log q_j) of policy p and reference q, exact."""
+    """Exact KL of policy p and reference q, Σ_j p_j (log p_j − log q_j)."""
 
 
 class ReferencePolicy:
@@ -62,7 +62,7 @@ class ReferencePolicy:
 
     @contextmanager
     def loaded(self) -> Iterator[LanguageModel]:
-        """Provide the reference model for a block."""
+        """Yield the reference model for the block."""
         if self.frozen is not None:
             self.frozen.packing = self.policy.packing  # both read the same layout
             try:
@@ -81,7 +81,7 @@ class ReferencePolicy:
 
     @contextmanager
     def states(self, layout: Layout) -> Iterator[RefStates]:
-        """Provide hidden states and head for a loss with the exact KL in the block."""
+        """Yield the hidden states and the head that a loss with the exact KL needs."""
         with self.loaded() as model:
             with torch.no_grad():
                 hidden = model.hidden(layout)
@@ -165,7 +165,7 @@ class ReferencePolicy:
             if is_sharded(self.policy):  # FSDP gathers from the shards' fixed addresses
                 self._adapters[name] = parameter.detach().clone()
                 parameter.detach().copy_(adapter)
-            else:  # swapping storages writes nothing, so the policy's graph stays valid
+            else:  # swapping storages keeps the policy's graph valid
                 self._adapters[name] = parameter.data
                 parameter.data = adapter
 

@@ -1,4 +1,4 @@
-"""Sharding by torch's FSDP2: each rank holds a shard of every weight.
+"""Shard models with torch's FSDP2: each rank holds a shard of every weight.
 
 The root is the policy with its heads (`LanguageModel`), so FSDP's hooks run on the passes of PPO.
 Layers, an untied embedding and the value head are FSDP groups, gathered when they run. The rest,
@@ -6,9 +6,10 @@ the last norm and the lm-head, belongs to the root, which stays gathered from a 
 end of its backward pass. So `head.weight` is a plain tensor for the losses, tied or not.
 
     hidden, forward, values, language_model_loss, padded_states
-                            passes; each gathers its weights, and all ranks run equally many
+                            forward passes; each gathers the weights it needs, so all ranks must run
+                            the same number of passes
     unsharded(model)        gathers the whole model on every rank for a block, for rollouts and
-                            saving; the block itself communicates nothing
+                            saving; ranks do not communicate inside the block
 
 Gradients are summed, not averaged over ranks, as a loss is normalized over the whole minibatch.
 Trained weights, their gradients and moments are sharded in fp32. Models in half precision are
@@ -38,7 +39,7 @@ from fastppo.models.trunk import layers_of
 from fastppo.models.value import CriticValue
 
 PASSES = ("hidden", "language_model_loss")
-"""Methods other than `forward` that run a pass."""
+"""Methods other than `forward` that run a forward pass."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -59,10 +60,10 @@ def shard(model: LanguageModel, world: World) -> None:
 def shard_around(root: nn.Module, trunk: Any, world: World, passes: Sequence[str] = ()) -> None:
     """Shard a module around a trunk in place.
 
-    The first pass afterwards must be one of the root.
+    The root must run the first pass afterwards.
 
     Args:
-        passes: methods of the root other than `forward` that run a pass.
+        passes: methods of the root other than `forward` that run a forward pass.
     """
     head = None
     if isinstance(root, LanguageModel):
@@ -111,7 +112,7 @@ def _widen(module: nn.Module) -> None:
 
 
 def _groups(model: LanguageModel) -> list[nn.Module]:
-    """Return the submodules to gather separately, without the value head."""
+    """Return the submodules to gather separately, except the value head."""
     head = model.causal_lm.get_output_embeddings().weight
     groups = _groups_of_trunk(model.causal_lm.base_model, head)
     if isinstance(model, ActorCritic) and isinstance(model.value_function, CriticValue):
@@ -131,7 +132,7 @@ def _groups_of_trunk(trunk: Any, head: Tensor | None) -> list[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the model is sharded."""
+    """Return whether the model is sharded."""
     return isinstance(model, FSDPModule)
 
 
@@ -141,7 +142,7 @@ def groups_of(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights; parameters are the optimizer's shards again."""
+    """Free the gathered weights, so that the parameters are the optimizer's shards again."""
     for group in groups_of(model):
         group.reshard()
 
@@ -149,9 +150,9 @@ def reshard(model: nn.Module) -> None:
 def reshard_for_update(model: nn.Module) -> None:
     """Reshard, and reset FSDP's record of passes without gradients.
 
-    The record would make it gather too much in the backward pass.
+    With the record, FSDP would gather too many weights in the backward pass.
     """
-    # torch 2.11 lacks the method, and gathers once too often in an update.
+    # torch 2.11 lacks the method, so an update gathers the weights once too often.
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
         reset()
@@ -173,7 +174,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            # The root stays gathered after its forward passes by default.
+            # By default, the root stays gathered after its forward passes.
             group.set_reshard_after_forward(group is not model, recurse=False)
             group.set_reshard_after_backward(True, recurse=False)
             group.reshard()

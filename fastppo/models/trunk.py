@@ -1,8 +1,7 @@
 """The trunk of a transformer: token ids in, final hidden states out.
 
-Policy, reference, critic, reward models and supervised fine-tuning all run their trunks by
-`hidden_states`, and the decoder by `last_states`. Only this module chooses how attention is
-computed.
+Policy, reference, critic, reward models and supervised fine-tuning all call `hidden_states`, and
+the decoder calls `last_states`. Only this module chooses how attention is computed.
 
 Dropout is off everywhere. With dropout the ratio of the first update would not be 1.
 """
@@ -36,7 +35,7 @@ DROPOUTS = (
 )
 
 TAKES_MARK = "_fastppo_takes_mark"
-"""Attribute of a trunk with the result of `prepare`."""
+"""Attribute of a trunk that stores the result of `prepare`."""
 
 
 def hidden_states(
@@ -110,7 +109,7 @@ def _name_of_cache(kind: Any) -> str:
 
 
 def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool:
-    """Whether a forward pass can do without transformers' mask."""
+    """Return whether a forward pass works without transformers' mask."""
     if not takes_mark(trunk):
         return False
     if packing is not None:
@@ -160,7 +159,7 @@ def layers_of(trunk: Any) -> nn.ModuleList:
 
 
 def context_length(model: Any) -> int | None:
-    """Return the longest sequence of a model, tokens, or None if its config has none."""
+    """Return the model's longest sequence, in tokens, or None if its config has no limit."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
         return None
@@ -174,7 +173,7 @@ def context_length(model: Any) -> int | None:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Set all dropout probabilities in the model to 0, of modules and of plain attributes."""
+    """Set all dropout probabilities in the model to 0, both in modules and in plain attributes."""
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""Three value functions.
+"""The value functions.
 
     shared      a linear head on the policy's trunk; the value loss also trains the trunk
     detached    the same head; the value loss does not train the trunk
@@ -32,10 +32,11 @@ ATTENTION = {"self_attn", "attn", "attention"}
 
 
 class ValueFunction(nn.Module, ABC):
-    """Base class: a linear head in fp32 on states of a subclass."""
+    """Base class: a linear fp32 head on hidden states that the subclass provides."""
 
     reads_final_hidden = False
-    """Whether the states are the policy's final hidden states, so a decoder can give values."""
+    """Whether the head reads the policy's final hidden states, so that a decoder can compute
+    values."""
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
-    """Load a critic of the policy's architecture from a file of `save_value_function`.
+    """Load a critic with the policy's architecture from a file that `save_value_function` wrote.
 
     Raises:
         ValueError: the file cannot be read, or holds another value function.
@@ -112,7 +113,7 @@ def freeze_attention(trunk: nn.Module) -> None:
     """Freeze the attention of all layers.
 
     Raises:
-        ValueError: no module has a known name of attention.
+        ValueError: no module has a known name for attention.
     """
     frozen = [
         parameter for name, parameter in trunk.named_parameters() if ATTENTION & {*name.split(".")}
@@ -130,7 +131,7 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
     """Return a critic initialized from a reward model: the value of a state is the text's score.
 
     Args:
-        name: of the model, for messages.
+        name: the model's name, for messages.
 
     Raises:
         ValueError: the model has several labels, or no `score` layer (an encoder).

@@ -1,1 +1,1 @@
-"""Recipes: complete example runs, each a config with its data and rewards; see `catalogue`."""
+"""Complete example runs, each a config with its data and rewards; see `catalogue`."""

@@ -1,9 +1,9 @@
 """`arithmetic`: sums of two numbers, with a model made from scratch and a verifier as the reward.
 
-Each prompt has four demonstrations. Half of them are off by one or ten, and the fine-tuned model is
-wrong as often; PPO learns the right answers from the verifier. Held-out sums appear in no
-demonstration and no prompt. All numbers have two digits (07+15=22), so a digit's position gives its
-place value and the model can generalize.
+Each prompt has four demonstrations. Half of them are off by one or ten, so the fine-tuned model is
+wrong equally often; with PPO it learns the right answers from the verifier. Held-out sums appear in
+no demonstration and no prompt. All numbers have two digits (07+15=22), so a digit's position gives
+its place value and the model can generalize.
 """
 
 from __future__ import annotations

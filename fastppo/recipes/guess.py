@@ -36,7 +36,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
 
 
 def _played(game: Guess, draw: random.Random) -> dict[str, str]:
-    """Play a game; return its prompt, and its guesses and hints as the completion."""
+    """Play a game and return its prompt, with its guesses and hints as the completion."""
     prompt = game.reset("", seed=draw.randrange(2**31))
     guesses = list(range(1, 21))
     draw.shuffle(guesses)

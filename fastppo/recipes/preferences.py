@@ -26,7 +26,7 @@ SAMPLES = 10
 """Continuations per prompt."""
 
 TOKENS = 16
-"""Length of a continuation, tokens."""
+"""Length of a continuation in tokens."""
 
 SHARPNESS = 4.0
 """A pair with a score difference d gets the right label with probability σ(4·d)."""

@@ -5,7 +5,7 @@ class Products:
     """A class as in TRL's `environment_factory`: its public methods are tools."""
 
     def reset(self, **row: object) -> None:
-        """Start an episode; the prompt stays as it is."""
+        """Start an episode; the prompt stays unchanged."""
 
     def multiply(self, a: int, b: int) -> int:
         """Multiplies two numbers.

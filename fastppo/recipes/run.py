@@ -20,16 +20,16 @@ from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
-"""File with the name of the folder's recipe, written first."""
+"""File that names the folder's recipe and is written first."""
 
 PREPARED = "prepared.json"
-"""File with the recipe and its seed, written after the preparation."""
+"""File that names the recipe and its seed and is written after the preparation."""
 
 TRAINED = ("model", "reward_model")
 """Folders of the models that a preparation trains."""
 
 WIDE = 100
-"""Terminal columns from which the list of recipes has the hardware requirements."""
+"""Terminal width in columns from which the list of recipes shows the hardware requirements."""
 
 
 def write_files(recipe: Recipe, out: Path) -> Path:
@@ -91,9 +91,9 @@ def run_recipe(
     """Prepare a recipe and train it.
 
     Args:
-        out: the folder of `write_files`.
-        config: options of its run.yaml and of flags.
-        only_prepare: stop before training.
+        out: the folder that `write_files` wrote to.
+        config: the options of its run.yaml and of the flags.
+        only_prepare: whether to stop before training.
     """
     console = Console(stderr=True)
     time = recipe.minutes if recipe.minutes == "not run" else f"{recipe.minutes} minutes"

@@ -33,7 +33,7 @@ def _score(text: str) -> float:
 
 
 def afinn(prompts: list[str], completions: list[str]) -> list[float]:
-    """Return AFINN's score, scaled to (-1, 1) by VADER's formula. Not trained on."""
+    """Return AFINN's score, scaled to (-1, 1) by VADER's formula. It is never trained on."""
     valences = [_afinn().score(text) for text in completions]
     return [valence / math.sqrt(valence**2 + 15) for valence in valences]
 

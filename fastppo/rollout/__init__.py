@@ -1,10 +1,12 @@
-"""The interface of rollout engines: prompts in; tokens, finish reasons, logprobs and values out.
+"""The interface of rollout engines.
+
+An engine takes prompts and returns tokens, finish reasons, logprobs and values.
 
 An engine may be a loop over the policy, Hugging Face `generate` or a server. It reports whether it
-reads the learner's own weights, and the logprob of each token under the sampling distribution.
+reads the learner's weights directly, and the logprob of each token under the sampling distribution.
 
-Top-k and top-p make two logprobs differ. With `m` the probability of the kept tokens under
-softmax(z/T),
+Top-k and top-p make the sampler's logprob differ from the policy's. With `m` the probability of the
+kept tokens under softmax(z/T),
 
     sampler_logprob = logprob − log m
 
@@ -31,8 +33,11 @@ OUT_OF_TURNS = "turns"
 
 
 class RolloutError(RuntimeError):
-    """The engine cannot generate responses. The run drops the iteration and ends with a checkpoint;
-    after an update, in an evaluation, it keeps the iteration."""
+    """Raised when an engine cannot generate responses.
+
+    The run drops the iteration and ends with a checkpoint. If the error comes from an evaluation,
+    after the update, the iteration is kept.
+    """
 
     keeps_work = True
 
@@ -44,7 +49,7 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     top_k: int = 0
-    """0 disables it."""
+    """Number of likeliest tokens to sample from; 0 disables top-k."""
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -52,9 +57,9 @@ class Sampling:
     greedy: bool = False
     """Take the likeliest token; `sampler_logprobs` are those of sampling it."""
     place: tuple[int, int] | None = None
-    """(first row, rows): position of the prompts in a larger batch."""
+    """Position of the prompts in a larger batch, as (first row, number of rows)."""
     seed: int | None = None
-    """Seed for engines with `draws_by_row`; None draws one from torch's global CPU generator."""
+    """Seed of engines with `draws_by_row`; None draws one from torch's global CPU generator."""
 
     @property
     def is_restricted(self) -> bool:
@@ -74,38 +79,38 @@ class Sampling:
 class Rollout:
     """One response per prompt, in the order of the prompts.
 
-    Tensors are fp32 on the CPU. Fields unknown to the engine are None.
+    Tensors are fp32 and on the CPU. Fields that the engine does not know are None.
     """
 
     tokens: list[list[int]]
     """Response tokens, including the stop token."""
     finish_reasons: list[str]
-    """`stop`, `length` or `turns`."""
+    """Finish reason of each response: `stop`, `length` or `turns`."""
     sampler_logprobs: list[Tensor] | None = None
-    """Each [length], nats, under the sampling distribution: after temperature, top-k and top-p.
-    Responses given to `step` have none."""
+    """Logprobs under the sampling distribution, after temperature, top-k and top-p: [length] per
+    response, in nats. None for responses passed to `step`."""
     logprobs: list[Tensor] | None = None
-    """Each [length], nats, under softmax(z/T) over the whole vocabulary."""
+    """Logprobs under softmax(z/T) over the whole vocabulary: [length] per response, in nats."""
     values: list[Tensor] | None = None
-    """Each [length], of the state before each token."""
+    """Values of the state before each token: [length] per response."""
     final_values: Tensor | None = None
     """[B], of the state after the last token of a truncated response; 0 for the others."""
     response_mask: list[list[bool]] | None = None
     """Each [length], True on tokens of the policy and False on those of an environment; None means
     all True. The per-token fields above have entries only for tokens of the policy."""
     rewards: list[list[float]] | None = None
-    """Each [tokens of the policy], reward units: rewards of an environment."""
+    """Rewards of an environment: [tokens of the policy] per response, in units of the reward."""
     turns: list[list[dict[str, Any]]] | None = None
     """Readable turns of each episode: `role` (prompt, policy, environment, or a message's, such as
     system), `text`, and the `reward` of a policy turn."""
     calls: list[list[str]] | None = None
     """Outcomes of each episode's tool calls: `answered`, `unknown`, `malformed` or `raised`."""
     versions: list[int] | None = None
-    """[B] weights version that generated each response, as the engine counts them."""
+    """Version of the weights that generated each response, [B], as the engine counts versions."""
 
     @property
     def lengths(self) -> list[int]:
-        """[B] response tokens."""
+        """Number of tokens of each response, [B]."""
         return [len(tokens) for tokens in self.tokens]
 
     @property
@@ -127,11 +132,11 @@ class Rollout:
 
     @property
     def truncated(self) -> list[bool]:
-        """[B] whether the response did not finish by itself."""
+        """Whether each response was cut short instead of finishing, [B]."""
         return [reason != FINISHED for reason in self.finish_reasons]
 
     def with_tokens(self) -> Rollout:
-        """Return it, or raise RolloutError if a response has no token to carry its reward."""
+        """Return this rollout; raise RolloutError if a response has no token for its reward."""
         lengths = self.lengths
         if 0 in lengths:
             raise RolloutError(
@@ -173,11 +178,13 @@ class RolloutEngine(ABC):
     """Base class of rollout engines. Subclasses implement at least `generate`."""
 
     same_weights: bool = False
-    """Whether it reads the learner's own weights. In fp32 its logprobs are then the learner's."""
+    """Whether the engine reads the learner's weights. In fp32 its logprobs then equal the
+    learner's."""
     draws_by_row: bool = False
-    """Whether a row's random numbers depend only on the seed and on its place in the batch."""
+    """Whether a row's random numbers depend only on the seed and the row's position in the
+    batch."""
     holds_weights: bool = False
-    """Whether it keeps a copy of the weights, which `weights_changed` replaces."""
+    """Whether the engine keeps a copy of the weights, which `weights_changed` replaces."""
     ranks_together: int = 1
     """Number of neighboring ranks that decode the same prompts together."""
 
@@ -188,7 +195,7 @@ class RolloutEngine(ABC):
         All randomness must come from torch's global CPU generator or `sampling.seed`.
         """
 
-    # Engines with the learner's own weights and no threads need none of these.
+    # Engines that read the learner's weights and start no threads need none of these methods.
 
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Replace copies and caches of old weights by those of `policy`, the trainer's
@@ -198,13 +205,13 @@ class RolloutEngine(ABC):
         """Start to generate responses to the next iteration's prompts, if the engine can."""
 
     def release(self) -> None:  # noqa: B027
-        """Free memory for the learner. Called before an update."""
+        """Free memory for the learner. The trainer calls this before an update."""
 
     def close(self) -> None:  # noqa: B027
-        """End work in other threads. Called at the end of a run; the engine may be used again."""
+        """End work in other threads. Called at the end of a run; the engine can be used again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values."""
+        """Return the engine's state for a checkpoint, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -212,7 +219,7 @@ class RolloutEngine(ABC):
 
 
 def as_engine(engine: Any) -> RolloutEngine:
-    """Return a `RolloutEngine`, wrapping an object that only has `generate`.
+    """Return a `RolloutEngine`; an object that only has `generate` is wrapped.
 
     Raises:
         TypeError: it has no `generate`.

@@ -1,16 +1,17 @@
-"""One step of asynchrony: generate the next batch while learning from this one.
+"""Generate the next batch while the learner trains on this one: one step of asynchrony.
 
-After returning the responses of an iteration, a thread starts to generate those of the next one. So
-from the second iteration on, a batch comes from the weights before the last update, and an
-iteration takes
+After returning the responses of an iteration, the engine starts a thread that generates those of
+the next one. From the second iteration on, a batch therefore comes from the weights before the last
+update, and an iteration takes
 
     max(generate, score + experience + update)
 
-The engine generates with a copy of the weights, which is replaced after both the update and the
-generation. Seeds are drawn before the thread starts. So results do not depend on timing.
+The engine generates with a copy of the weights, which is replaced once both the update and the
+generation are complete. Seeds are drawn before the thread starts, so results do not depend on
+timing.
 
-To the trainer this is an engine with its own weights: old logprobs and importance weights use the
-sampler's logprobs. A checkpoint includes the generated batch, as its weights no longer exist.
+The trainer treats it as an engine with different weights: old logprobs and importance weights use
+the sampler's logprobs. A checkpoint includes the generated batch, as its weights no longer exist.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class AsyncEngine(RolloutEngine):
     """Generate one batch ahead of the learner.
 
     Args:
-        engine: with `holds_weights` and `draws_by_row`.
+        engine: an engine with `holds_weights` and `draws_by_row`.
     """
 
     holds_weights = True
@@ -47,7 +48,7 @@ class AsyncEngine(RolloutEngine):
         self.engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._is_training = False
-        """Whether the next call is for training, not for an evaluation."""
+        """Whether the next call generates for training rather than for an evaluation."""
         self._next_prompts: list[list[int]] = []
         self._current: _Batch | None = None
         self._next: _Batch | None = None
@@ -56,13 +57,13 @@ class AsyncEngine(RolloutEngine):
         """Prepare for an iteration.
 
         Args:
-            next_prompts: of the iteration after it; empty in the last one.
+            next_prompts: the prompts of the following iteration; empty in the last iteration.
         """
         self._is_training = True
         self._next_prompts = next_prompts
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        """Return the responses generated ahead for these prompts; generate them for others."""
+        """Return the responses generated ahead for these prompts; generate those of others now."""
         if not self._is_training:
             return self.engine.generate(prompt_ids, sampling)
         self._is_training = False
@@ -89,7 +90,7 @@ class AsyncEngine(RolloutEngine):
         self._current = None
 
     def close(self) -> None:
-        """End the thread's generation, or wait for it if the engine cannot end it."""
+        """Stop the thread's generation, or wait for it if the engine cannot be stopped."""
         self.engine.close()
         if self._next is not None and self._next.rollout.exception() is not None:
             self._next = None
@@ -129,7 +130,7 @@ class CopyEngine(RolloutEngine):
     """Decode with a copy of the policy.
 
     Args:
-        engine: decodes the copy.
+        engine: the engine that decodes with the copy.
         policy_copy: a copy of the policy's causal LM.
     """
 

@@ -1,11 +1,11 @@
-"""A decoding loop over the learner's own trunk and head.
+"""Decode in a loop over the learner's trunk and head.
 
-Unlike Hugging Face `generate`
+In contrast to Hugging Face `generate`, the loop
 
-- it computes the logprob of a token while drawing it (`rollout.draw`), at no extra cost;
-- it computes values from the same hidden states, so a learner in fp32 gets old logprobs and values
-  without a forward pass of its own;
-- it drops finished rows from the batch.
+- computes the logprob of a token while drawing it (`rollout.draw`), at no extra cost;
+- computes values from the same hidden states, so a learner in fp32 gets old logprobs and values
+  without another forward pass;
+- drops finished rows from the batch.
 
 Prompts are padded on the left, and position ids count tokens. All random numbers of a call are
 drawn before its first token, one per row and step, so the tokens of a row depend neither on the
@@ -33,10 +33,10 @@ class DecoderEngine(RolloutEngine):
     """Decode with the policy in training, `batch_size` rows at a time.
 
     Args:
-        policy: an `ActorCritic` also gives values, unless it has a separate critic.
-        final_values: also give the value after the last token of truncated responses, at the cost
-            of one more pass of the trunk.
-        tokenizer: only needed for stop strings.
+        policy: the policy; an `ActorCritic` without a separate critic also gives values.
+        final_values: whether to compute the value after the last token of truncated responses, at
+            the cost of one more forward pass of the trunk.
+        tokenizer: the policy's tokenizer, needed for stop strings only.
     """
 
     same_weights = True
@@ -180,7 +180,7 @@ class _LiveRows:
         """Run the trunk on the next tokens and return their final hidden states, [L, H]."""
         begin = self.length
         self.length += self.next.shape[1]
-        # A prompt of several rows is read once, and its cache entries are copied.
+        # A prompt shared by several rows is read once, and its cache entries are copied.
         is_shared = begin == 0 and len(self.first_rows) < len(self.which)
         rows = self.first_rows if is_shared else slice(None)
         states = last_states(

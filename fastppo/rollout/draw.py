@@ -5,10 +5,10 @@ The sampler inverts the CDF in two levels. With scores `s = z/T` and `e = exp(s 
     total = Σ e      block = first b with Σ_{b' ≤ b} Σ e > u·total      token = the same inside it
     logprob = s_y − max s − log total
 
-Sums of blocks and uniforms are fp64: fp32 uniforms would sample tokens with a probability below
-2⁻²⁴ too often or never. `e` is the only [B, V] temporary, and the logprob needs no second softmax.
-With a large vocabulary on a CPU, `torch.multinomial` and that softmax take more than half of a
-rollout's time.
+Sums of blocks and uniforms are fp64: with fp32 uniforms, tokens with a probability below 2⁻²⁴
+would be sampled too often or never. `e` is the only [B, V] temporary, and the logprob needs no
+second softmax. With a large vocabulary on a CPU, `torch.multinomial` and that softmax take more
+than half of a rollout's time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch import Tensor
 from fastppo.rollout import Sampling
 
 BLOCK = 256
-"""Tokens per block: about the square root of a large vocabulary, so both levels cost the same."""
+"""Tokens per block: about the square root of a large vocabulary, so that both levels cost the
+same."""
 
 CANDIDATES = 1024
-"""Likeliest tokens in which a CPU first looks for the nucleus. For 8 rows of 32000, top-k takes
-2.4 ms and a full sort 18 ms (one thread)."""
+"""Number of likeliest tokens in which a CPU first looks for the nucleus. For 8 rows of 32000, top-k
+takes 2.4 ms and a full sort 18 ms (one thread)."""
 
 
 class Draws(NamedTuple):
@@ -33,9 +34,9 @@ class Draws(NamedTuple):
 
     tokens: Tensor
     logprobs: Tensor
-    """Under softmax(scores)."""
+    """Logprobs under softmax(scores)."""
     sampler_logprobs: Tensor
-    """Under softmax(scores) over the kept tokens."""
+    """Logprobs under softmax(scores) over the kept tokens."""
 
 
 def draw_next(
@@ -66,7 +67,7 @@ def draw(
         scratch: a buffer of `scratch_for` with at least B rows, to reuse.
     """
     if keep is not None:
-        # Kept scores may be far below the excluded ones, so they need a maximum of their own.
+        # Kept scores may be far below the excluded ones, so take the maximum over the kept ones.
         kept = draw(scores.masked_fill(~keep, -torch.inf), uniforms, scratch=scratch)
         chosen = scores.gather(1, kept.tokens.unsqueeze(1)).squeeze(1)
         return kept._replace(logprobs=chosen - scores.logsumexp(1))
@@ -120,7 +121,7 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 def _likeliest_first(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Return (probabilities, tokens) in descending order, [B, V] or [B, CANDIDATES]."""
-    # On a GPU the test for enough candidates would synchronize.
+    # On a GPU, testing whether the candidates suffice would synchronize.
     if scores.device.type == "cpu" and scores.shape[1] > CANDIDATES:
         likeliest, tokens = scores.topk(CANDIDATES, dim=1)
         probabilities = (likeliest - scores.logsumexp(1, keepdim=True)).exp()
@@ -131,7 +132,10 @@ def _likeliest_first(scores: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def scratch_for(scores: Tensor) -> Tensor:
-    """Return [B, V rounded up to whole blocks] fp32 zeros. Columns beyond V stay 0: never drawn."""
+    """Return fp32 zeros [B, V rounded up to whole blocks].
+
+    Columns beyond V stay 0 and are never drawn.
+    """
     rows, vocabulary = scores.shape
     return torch.zeros(rows, -(-vocabulary // BLOCK) * BLOCK, device=scores.device)
 

@@ -10,7 +10,7 @@ from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
 COMPARED_TOKENS = 6
-"""Tokens drawn for each test prompt: enough for a wrong position, mask or cache to show."""
+"""Tokens drawn for each test prompt, enough to expose a wrong position, mask or cache."""
 
 
 def make_engine(
@@ -23,13 +23,13 @@ def make_engine(
     final_values: bool = False,
     static_cache: bool = False,
 ) -> tuple[RolloutEngine, str | None]:
-    """Return the engine, and a warning if it is not the one named.
+    """Return the engine, and a warning if it differs from the one asked for.
 
     Args:
-        name: decoder or generate.
-        batch_size: sequences decoded at once; None for all.
-        final_values: for the decoder; also give the value after a truncated response.
-        static_cache: for `generate`; see `GenerateEngine`.
+        name: `decoder` or `generate`.
+        batch_size: number of sequences decoded at once; None decodes all.
+        final_values: an argument of `DecoderEngine`.
+        static_cache: an argument of `GenerateEngine`.
     """
     generate = GenerateEngine(
         policy.causal_lm,
@@ -56,7 +56,7 @@ def make_engine(
 def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageModel) -> str | None:
     """Compare a few greedy tokens of an engine with `generate`'s on the same weights.
 
-    Equally likely tokens may differ by rounding. So the comparison is of the logprobs of the
+    Equally likely tokens may differ by rounding. The comparison therefore uses the logprobs of the
     likeliest tokens, up to and including the first token that differs.
 
     Returns:
@@ -78,8 +78,8 @@ def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageM
 
 
 def _first_difference(ours: Rollout, theirs: Rollout, policy: LanguageModel) -> str | None:
-    # Rounding of fp32, or of bf16 for logprobs of a few nats; a wrong position shows in the first
-    # digit.
+    # Allows for rounding in fp32, or in bf16 for logprobs of a few nats; a wrong position changes
+    # the first digit.
     relative = 1e-3 if policy.is_full_precision else 5e-2
     assert ours.sampler_logprobs is not None
     assert theirs.sampler_logprobs is not None

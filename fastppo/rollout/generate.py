@@ -1,7 +1,7 @@
-"""Rollouts by Hugging Face `generate`, for all causal LMs of transformers.
+"""Generate with Hugging Face `generate`, which supports all causal LMs of transformers.
 
-A logits processor takes the logprob of each sampled token from the logits of its step, so `[B, T,
-V]` logits are never held. `generate` gives no values.
+A logits processor computes the logprob of each sampled token from the logits of its step, so
+`[B, T, V]` logits are never stored. This engine does not compute values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _SampledLogprobs(LogitsProcessor):
         if restricted is None:
             self.sampler_logprobs.append(logprobs)
         else:
-            # −inf on finished rows whose pad token is not among those kept; cut off later.
+            # −inf on finished rows whose pad token top-k or top-p excludes; these tokens are cut
+            # off later.
             self.sampler_logprobs.append(token_logprobs(restricted, drawn, temperature=temperature))
         self.pending = None
 
@@ -86,9 +87,9 @@ class GenerateEngine(RolloutEngine):
     """Sample with `model.generate`, `batch_size` rows at a time.
 
     Args:
-        tokenizer: only needed for stop strings.
-        static_cache: use transformers' static KV cache. On a GPU `generate` then compiles the
-            decoding step, and the first rollout waits for the compiler.
+        tokenizer: the policy's tokenizer, needed for stop strings only.
+        static_cache: whether to use transformers' static KV cache. On a GPU `generate` then
+            compiles the decoding step, and the first rollout waits for the compiler.
     """
 
     same_weights = True
@@ -157,7 +158,7 @@ class GenerateEngine(RolloutEngine):
 
 @contextmanager
 def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Put the model in evaluation mode, with this generation config in place of its own."""
+    """Put the model in evaluation mode and replace its generation config, for the block."""
     own_config = model.generation_config
     was_training = model.training
     model.eval()  # in training mode gradient checkpointing switches the cache off
@@ -170,8 +171,11 @@ def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[No
 
 
 def _generation_config(sampling: Sampling, pad_token_id: int) -> GenerationConfig:
-    """Build a config from `sampling` alone. The model's own may have a top-k or a repetition
-    penalty, and would sample from another distribution than the trained policy."""
+    """Build a config from `sampling` alone.
+
+    The model's generation config may have a top-k or a repetition penalty, and would then sample
+    from another distribution than the trained policy.
+    """
     options: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         # The logits processor applies top-k and top-p, and records both logprobs.
@@ -202,7 +206,7 @@ def _cut_at_stop(
 
     Args:
         drawn, sampler_logprobs, logprobs: [B, T].
-        string_lengths: [B] length at which a stop string was complete, or None.
+        string_lengths: the length at which a stop string was complete, or None, for each row.
     """
     rollout = Rollout([], [], sampler_logprobs=[], logprobs=[])
     assert rollout.sampler_logprobs is not None

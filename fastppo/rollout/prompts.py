@@ -1,4 +1,4 @@
-"""Prompts as decoder input: padded on the left, so that all responses begin in one column."""
+"""Pad prompts on the left for decoding, so that all responses begin in one column."""
 
 from __future__ import annotations
 

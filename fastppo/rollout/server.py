@@ -1,19 +1,20 @@
-"""Rollouts by vLLM servers, through the OpenAI completions API with token ids.
+"""Generate on vLLM servers, through the OpenAI completions API with token ids.
 
     POST /v1/completions  {"prompt": [3, 14], "return_token_ids": true, "logprobs": 0, "seed": …}
     answer                {"choices": [{"token_ids": […], "logprobs": {"token_logprobs": […]}}]}
 
-Prompts are sent and responses read as token ids, so nothing is tokenized twice. Each response has
-its own seed. Up to rounding it depends neither on the other requests nor on the server.
+Prompts are sent and responses read as token ids, so no text is tokenized twice. Each response has
+its own seed, so up to rounding it depends neither on the other requests nor on the server.
 
 Weights are handed over through a directory that the servers share: the whole policy, loaded by
 `reload_weights`, or only its LoRA adapters, loaded under a new name. Each handover has a version,
-and servers report the version that they have. A restarted server gets the weights again before the
-next request.
+and servers report the version they hold. A restarted server gets the weights again before the next
+request.
 
 Requests are sent in rounds. Unanswered requests are sent again in the next round, after waiting for
-servers that are unavailable. If a server stays away, or after the last round, the engine raises
-`RolloutError`: the run drops the iteration and ends with a checkpoint.
+servers that are unavailable. If a server stays unavailable, or requests are unanswered after the
+last round, the engine raises `RolloutError`: the run drops the iteration and ends with a
+checkpoint.
 
 Sources: vLLM 0.32, `vllm/entrypoints/openai/completion/protocol.py`, `entrypoints/rl/online/` and
 `entrypoints/serve/lora/` (VLLM_SERVER_DEV_MODE, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
@@ -59,9 +60,9 @@ MAX_ROUNDS = 5
 CONCURRENCY = 256
 """Simultaneous requests without a `batch_size`."""
 API_KEY = "VLLM_API_KEY"
-"""Environment variable with the servers' key, named by vLLM."""
+"""Environment variable with the servers' API key; the name is vLLM's."""
 RETRIED_STATUSES = (408, 429)
-"""Statuses below 500 after which a request is sent again."""
+"""HTTP statuses below 500 after which a request is sent again."""
 SHOWN_CHARACTERS = 500
 """Characters of a server's error message to show."""
 
@@ -69,7 +70,7 @@ CLOSED = "the rollout engine was closed"
 RESTARTED = "the server was restarted and no longer has the weights"
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
-"""Options whose defaults a server may take from the model's generation config."""
+"""Sampling options for which a server may use the defaults of the model's generation config."""
 
 
 class Handover(NamedTuple):
@@ -89,7 +90,7 @@ class Response(NamedTuple):
     tokens: list[int]
     finish_reason: str
     logprobs: Tensor
-    """[length] fp32, nats."""
+    """Logprobs of the tokens, [length] fp32, in nats."""
 
 
 class ServerEngine(RolloutEngine):
@@ -124,7 +125,7 @@ class ServerEngine(RolloutEngine):
         self.version = 0
         self.handover: Handover | None = None
         self._closing = threading.Event()
-        """Ends the calls of `generate` in progress."""
+        """Set to end the calls of `generate` in progress."""
         self.weights_changed(policy)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -223,7 +224,7 @@ class ServerEngine(RolloutEngine):
             policy.peft.save_pretrained(handover.directory, save_embedding_layers=False)
         else:
             policy.save_policy(handover.directory)
-        # The first handover deletes nothing: another run may still use the directory.
+        # The first handover keeps older files, since another run may still use the directory.
         if self.handover is not None:
             for directory in self.directory.iterdir():
                 if directory != handover.directory:
@@ -239,7 +240,7 @@ class ServerEngine(RolloutEngine):
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The handover that follows hands the same weights over, under the same version.
+        # The next handover delivers the same weights under the same version.
         self.version = state.get("version", 1) - 1
 
 
@@ -263,7 +264,7 @@ class Server:
         """Load the weights into the server if needed, and wait for it if it is unavailable.
 
         Args:
-            closing: ends the wait.
+            closing: an event that ends the wait.
 
         Raises:
             RolloutError: the server stays unavailable, or `closing` was set.
@@ -287,7 +288,7 @@ class Server:
             _pause(closing)
 
     def is_current(self, handover: Handover) -> bool:
-        """Whether the server is available and has the weights."""
+        """Return whether the server is available and has the weights."""
         try:
             return self._has(handover)
         except _UnavailableError:
@@ -297,7 +298,7 @@ class Server:
         """Answer a request.
 
         Raises:
-            _UnavailableError: the server does not answer, or has lost the adapters in a restart.
+            _UnavailableError: the server does not answer, or lost the adapters when it restarted.
             ValueError: the server refuses the request, or returns no token ids.
         """
         model = handover.name if handover.is_lora else self._base_model
@@ -386,7 +387,7 @@ class Server:
 
 
 class _UnavailableError(Exception):
-    """A server does not answer or does not work."""
+    """Raised when a server does not answer or reports an internal error."""
 
 
 def _pause(closing: threading.Event) -> None:

@@ -1,10 +1,10 @@
-"""Distributed rollouts: each rank generates for its own prompts, and all get every response.
+"""Distribute rollouts: each rank generates for its share of the prompts and receives all responses.
 
 Sharded weights are gathered once for the whole rollout, so ranks do not wait for one another while
 decoding. An engine with a copy of the weights needs them only at a handover.
 
-With the decoder, responses do not depend on the number of ranks. Other engines seed a generator per
-rank, or per group of ranks with a common engine.
+With the decoder, responses do not depend on the number of ranks. Other engines seed one generator
+per rank, or per group of ranks that share an engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedEngine(RolloutEngine):
     """Run this rank's engine on its share of the prompts.
 
     Args:
-        engine: of this rank.
+        engine: this rank's engine.
     """
 
     def __init__(self, engine: RolloutEngine, policy: LanguageModel, world: World) -> None:
@@ -36,7 +36,7 @@ class SharedEngine(RolloutEngine):
         self.same_weights = engine.same_weights
         together = engine.ranks_together
         self.group = replace(world, rank=world.rank // together, size=world.size // together)
-        """Rank and number of the groups of ranks that share an engine."""
+        """World of the groups of ranks that share an engine, with the rank of this rank's group."""
         self.is_first_of_group = world.rank % together == 0
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -65,7 +65,7 @@ class SharedEngine(RolloutEngine):
         reshard_for_update(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
-        reshard(self.policy)  # weights that are still gathered are older than the update
+        reshard(self.policy)  # weights that are still gathered predate the update
         self.world.gather_results(lambda: self.engine.weights_changed(policy))
 
     def close(self) -> None:

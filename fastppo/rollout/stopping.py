@@ -1,4 +1,4 @@
-"""Stop strings."""
+"""Detect stop strings in responses while they are decoded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 MARGIN = 8
-"""Extra tokens to decode: some tokenizers drop a space before the first token, and a character may
-be several tokens."""
+"""Number of extra tokens to decode, because some tokenizers drop a space before the first token,
+and a character may consist of several tokens."""
 
 
 class StopStrings:
@@ -17,8 +17,8 @@ class StopStrings:
     each call decodes only these.
 
     Args:
-        tokenizer: of the policy; may be None without strings.
-        strings: not empty; each of them ends a response.
+        tokenizer: the policy's tokenizer; may be None if there are no strings.
+        strings: the non-empty strings that end a response.
 
     Raises:
         ValueError: there are strings and no tokenizer, or a string contains a special token.

@@ -1,13 +1,13 @@
-"""vLLM in the learner's process.
+"""Generate with vLLM in the learner's process.
 
 vLLM starts with the model's config and tokenizer and with dummy weights. The policy's weights are
 copied from memory at the start and after every update, and the prefix cache of the old weights is
 emptied. During an update on a GPU the engine sleeps: its weights and KV cache are freed until the
 next handover.
 
-With several ranks, each has an engine for its own rows, or `tensor_parallel_size` neighbors share
-one (vLLM's `external_launcher`). Weights are handed over one by one: all ranks gather a tensor,
-load it and free it before the next.
+With several ranks, each rank has an engine for its rows, or `tensor_parallel_size` neighboring
+ranks share one (vLLM's `external_launcher`). Weights are handed over one by one: all ranks gather a
+tensor, load it and free it before the next.
 
 vLLM's logprobs differ from the policy's by rounding, more in bf16, so the trainer recomputes them
 (`old_logprobs`). Tested with vLLM 0.32.
@@ -52,15 +52,15 @@ CPU_CACHE_BYTES = 2**30
 FIXED = ("model", "tokenizer", "load_format", "generation_config", "logprobs_mode")
 """Options of vLLM that the engine sets itself."""
 SLEEP_LEVEL = 2
-"""Frees the weights; level 1 would keep them on the CPU."""
+"""vLLM's sleep level: 2 frees the weights, 1 would keep them on the CPU."""
 
 
 class VLLMEngine(RolloutEngine):
     """Sample with vLLM. A process can have only one such engine.
 
     Args:
-        policy: gives architecture, dtype and the first weights.
-        tokenizer: for stop strings.
+        policy: the policy with the architecture, the dtype and the first weights.
+        tokenizer: the policy's tokenizer, needed for stop strings.
         batch_size: maximum number of responses decoded at once; None is vLLM's default.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
         tensor_parallel_size: number of neighboring ranks that share one engine.
@@ -138,7 +138,7 @@ class VLLMEngine(RolloutEngine):
                 logprobs_mode="processed_logprobs",
                 **(settings | options),
             )
-        # It warns at every handover that rotary tables, which have no weights, got none.
+        # vLLM warns at every handover that rotary tables received no weights; they have none.
         reload_logger = "vllm.model_executor.model_loader.reload.layerwise"
         logging.getLogger(reload_logger).setLevel(logging.ERROR)
         self.weights_changed(policy)
@@ -160,7 +160,7 @@ class VLLMEngine(RolloutEngine):
         if not prompt_ids:
             return Rollout([], [], [], [])
         options = sampling_options(sampling)
-        # With a seed per response, it does not depend on the rest of the batch.
+        # With one seed per response, a response does not depend on the rest of the batch.
         seeds = torch.randint(2**31, (len(prompt_ids),)).tolist()
         outputs = self.llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids],
@@ -186,7 +186,7 @@ class VLLMEngine(RolloutEngine):
             # call restores the layout of the files first.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         finally:
-            for _ in weights:  # after an error too: the other ranks gather the rest with this one
+            for _ in weights:  # even after an error, since the other ranks need this one to gather
                 pass
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -242,13 +242,13 @@ def as_rollout(
 
 
 def _logprobs(response: Any) -> Tensor:
-    """[length] fp32, nats."""
+    """Return the logprobs of a response's tokens, [length] fp32, in nats."""
     steps = zip(response.token_ids, response.logprobs, strict=True)
     return torch.tensor([step[token].logprob for token, step in steps], dtype=torch.float32)
 
 
 def _weights(policy: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full weights under the names of a checkpoint of transformers."""
+    """Yield the full weights under the names they have in a checkpoint of transformers."""
     model = policy.causal_lm
     state = full_state(model) if policy.peft is None else merged_state(model)
     for name, value in revert_weight_conversion(model, state).items():

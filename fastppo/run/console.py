@@ -1,4 +1,4 @@
-"""Console output without errors: a closed terminal or a full disk must not end a run."""
+"""Keep a run alive when its console breaks, by a closed terminal or a full disk."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, except newline and tab."""
+"""Pattern of control characters, except newline and tab."""
 
 
 def printable(text: str) -> str:
-    """Escape control characters, as in the reply of a server."""
+    """Escape control characters, for example in the reply of a server."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class LastingStream:
-    """A text stream without errors: it discards its output after a failed write."""
+    """Text stream that raises no errors: after a failed write it discards its output."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -41,14 +41,14 @@ class LastingStream:
         try:
             yield
         except OSError:
-            # The stream would repeat the failed write at exit.
+            # At exit, the stream would repeat the failed write.
             with suppress(OSError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextmanager
 def lasting_console() -> Iterator[None]:
-    """Within the block no write to stdout or stderr raises."""
+    """Let no write to stdout or stderr raise within the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in before)
     try:

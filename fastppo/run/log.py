@@ -23,20 +23,20 @@ from fastppo.run.identity import versions
 from fastppo.run.options import Options
 
 PARTS = "parts.jsonl"
-"""One line per start of the run."""
+"""File with one line per start of the run."""
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
-"""Responses to training prompts, and to held-out prompts."""
+"""Files of the responses to training prompts (False) and to held-out prompts (True)."""
 
 
 class RunLog:
     """The records of a run directory.
 
     Args:
-        config: saved as config.yaml.
-        index: what the records count: iteration or step.
+        config: the options, saved as config.yaml.
+        index: what the records count: `iteration` or `step`.
         first: the number of the next record. Older records from there on are deleted.
-        device: its name, for the report.
+        device: the device's name, for the report.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RunLog:
         self.directory = Path(directory)
         self.index = index
         self.notes: list[str] = []
-        """Sentences for the user, such as on an incomplete line."""
+        """Messages to the user, for example about an incomplete line."""
         self.directory.mkdir(parents=True, exist_ok=True)
         config.save(self.directory / "config.yaml")
         self._begin_part(first, device)
@@ -88,7 +88,7 @@ class RunLog:
             ) from error
 
     def ended(self, reason: str) -> None:
-        """Add to parts.jsonl why the run ended before its last iteration."""
+        """Record in parts.jsonl why the run ended before its last iteration."""
         path = self.directory / PARTS
         *before, newest = read_jsonl(path)
         write_rows(path, [*before, newest | {"ended": reason}])
@@ -99,7 +99,8 @@ class RunLog:
         """Append samples to samples.jsonl or eval_samples.jsonl.
 
         Args:
-            samples: prompt, completion and reward terms; for training prompts also the KL.
+            samples: prompt, completion and reward terms of each sample, with the KL for training
+                prompts.
         """
         records = [{self.index: number, **sample} for sample in samples]
         if records or not held_out:
@@ -113,7 +114,7 @@ class RunLog:
 class SharedLog:
     """The records of a run of several ranks.
 
-    The first rank writes them and the others wait, so that all ranks raise an error of the disk.
+    The first rank writes them while the others wait, so that a disk error is raised on all ranks.
 
     Args:
         directory, config, index, first, device: as in `RunLog`.
@@ -152,7 +153,8 @@ class SharedLog:
     def failed(self, error: Exception) -> None:
         """Record an error that ended the run.
 
-        Not every rank may have met it, so no rank waits; and no error of the disk replaces it.
+        The error may be local to this rank, so do not synchronize. An error of the disk must not
+        replace it.
         """
         if self.world.is_main:
             with suppress(OSError, RuntimeError, ValueError):
@@ -171,13 +173,13 @@ class SharedLog:
 
 
 def why_ended(run_dir: str | Path) -> str:
-    """Return why a run last ended before its last iteration; "" if it did not."""
+    """Return why the latest start of a run ended before its last iteration, or ""."""
     parts = read_jsonl(Path(run_dir) / PARTS)
     return str(parts[-1].get("ended", "")) if parts else ""
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """Return the shortest distinct ends of the paths: `a/policy`, `b/policy`."""
+    """Return the shortest endings that tell the paths apart: `a/policy`, `b/policy`."""
     parts = [Path(path).parts or (str(path),) for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(path_parts[-length:]) for path_parts in parts]

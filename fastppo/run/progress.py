@@ -1,4 +1,4 @@
-"""Messages and the progress of a run, as a bar on a terminal or as lines of a log file."""
+"""Show messages and the progress of a run, as a bar on a terminal or as lines in a log file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from fastppo.data.world import World
 
 LINE_SECONDS = 10.0
-"""Between two lines of progress in a log file."""
+"""Seconds between two lines of progress in a log file."""
 
 NARROW = 80
-"""Columns of a terminal below which there is no bar."""
+"""Terminal width in columns below which no bar is shown."""
 
 
 def console_of_first(world: World, console: Console | None = None) -> Console:
-    """Return the given console, or stderr; on other ranks than the first a quiet one.
+    """Return the given console, or one on stderr; all ranks but the first get a quiet one.
 
     Raises:
         TypeError: `console` is not a rich console.
@@ -50,8 +50,8 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Show the progress of a run; yields `update(completed=…, total=…, status=…)`.
 
-    On a terminal it is a bar. Elsewhere the first and last updates are printed as lines, and one
-    every `LINE_SECONDS`.
+    On a terminal it is a bar. Elsewhere the first and the last update are printed as lines, and one
+    update every `LINE_SECONDS`.
     """
     columns = [
         TextColumn(title, table_column=Column(no_wrap=True, min_width=len(title))),

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes and reads its own shards.
+"""Write and read sharded checkpoints, each rank its own shards.
 
 torch.distributed.checkpoint stores them as safetensors files in `shards/` of a checkpoint, under
 the names `model.NAME`, `optimizer.NAME.exp_avg` and `reference.NAME`. Any number of ranks can read
@@ -28,11 +28,11 @@ FOLDER = "shards"
 
 
 class Saved(NamedTuple):
-    """The tensors of a checkpoint, as this rank holds them."""
+    """Tensors of a checkpoint, as this rank holds them."""
 
     model: dict[str, Tensor]
     optimizer: dict[int, dict[str, Any]]
-    """The optimizer's state by the index of the weight."""
+    """State of the optimizer by the index of the weight."""
     reference: dict[str, Tensor]
 
 
@@ -129,7 +129,7 @@ def shape_error(path: Path, name: str, saved_shape: Sequence[int], shape: Sequen
 def _load(targets: dict[str, Any], reader: HuggingFaceStorageReader) -> None:
     """Read a checkpoint into the tensors of the same names."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
+        warnings.filterwarnings("ignore", "torch.distributed is")  # that there is only one process
         with _as_os_error():
             dcp.load(targets, storage_reader=reader, no_dist=not distributed.is_initialized())
 

@@ -1,4 +1,4 @@
-"""Signals: stop a run with a checkpoint, or write a checkpoint.
+"""Handle signals: stop a run with a checkpoint, or write a checkpoint.
 
 While a run trains, the first SIGTERM, SIGINT or SIGHUP ends it after the current phase, with a
 checkpoint. A second SIGTERM or SIGINT ends the process at once. Before the training starts there is
@@ -27,17 +27,17 @@ Handler = Callable[[int, Any], None]
 
 
 class PhaseEndedError(Exception):
-    """An iteration ends before its update, because the run stops."""
+    """Raised to end an iteration before its update, because the run stops."""
 
     keeps_work = True
 
 
 class StopRequest:
-    """The requests of signals: to stop, or to write a checkpoint.
+    """Requests by signals to stop or to write a checkpoint.
 
     Args:
-        world: the ranks of the run. They agree on the requests in `end_phase`,
-            `is_stopping` and `checkpoint_wanted`, and only there.
+        world: the ranks of the run. They agree on requests in `end_phase`, `is_stopping` and
+            `checkpoint_wanted`, and nowhere else.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -48,7 +48,7 @@ class StopRequest:
             world = World()
         self.world = world
         self.stop: int | None = None
-        """The stopping signal, or None."""
+        """Signal that stops the run, or None."""
         self._heard: int | None = None
         self._save = False
 
@@ -88,7 +88,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Raise `Stopped` at the first signal in the block: there is nothing to save yet."""
+    """Raise `Stopped` at the first signal in the block, which has no results to save yet."""
 
     process = os.getpid()
 
@@ -109,7 +109,7 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def listening(world: World | None = None) -> Iterator[StopRequest]:
-    """Yield the requests of signals during the block."""
+    """Yield a `StopRequest` that signals update during the block."""
     request = StopRequest(world)
     process = os.getpid()
 
@@ -118,12 +118,12 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
             _end_worker(signum)
             return
         request.hear(signum)
-        # A second one ends the process without waiting for Python code. SIGHUP comes twice from a
-        # terminal that closes: from the shell and from the kernel.
+        # A second one ends the process without waiting for Python code. SIGHUP is excluded, because
+        # a closing terminal sends it twice: from the shell and from the kernel.
         for again in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(again) is stop:
                 signal.signal(again, signal.SIG_DFL)
-        # Not by print: the handler may have interrupted it.
+        # print is not reentrant, and this handler may have interrupted it.
         line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the current phase"
         if request.world.size > 1:
             line += " if the other ranks are alive"
@@ -138,9 +138,10 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
 
 
 def _end_worker(signum: int) -> None:
-    """End this forked process of a reward, such as a pool's worker, except at its first SIGINT.
+    """End this process, which a reward forked, except at the first SIGINT.
 
-    A terminal sends Ctrl-C to all processes, and the run needs its workers to end the phase.
+    A terminal sends Ctrl-C to all processes, and the run needs the reward's workers to finish the
+    current phase.
     """
     signal.signal(signum, signal.SIG_DFL)
     if signum != signal.SIGINT:
@@ -149,7 +150,7 @@ def _end_worker(signum: int) -> None:
 
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Install handlers for the block. Only the main thread can have any."""
+    """Install handlers for the block. Python allows them in the main thread only."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for signum, handler in handlers.items():

@@ -1,7 +1,7 @@
-"""How a failed run goes on, in the last lines of torchrun.
+"""Report resume instructions through torchrun.
 
 torchrun ends with a summary of the first process that failed. It quotes the error that the process
-recorded, and otherwise only the exit code or the signal.
+recorded; without one, it shows only the exit code or the signal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastppo.run.directory import holds_run
 
 @contextmanager
 def telling_torchrun(run_dir: str | Path) -> Iterator[None]:
-    """Record the error of the block, or that the process was killed, and how to resume.
+    """Record how to resume together with the block's error, or with the fact that it was killed.
 
     Does nothing without torchrun.
     """
@@ -24,7 +24,7 @@ def telling_torchrun(run_dir: str | Path) -> Iterator[None]:
         yield
         return
     hint = f"`--resume true` continues from the newest checkpoint of {run_dir}"
-    # Replaced if the process lives to see an error.
+    # This text remains if the process is killed; an error replaces it.
     _record(f"rank {os.environ['RANK']} was killed (by the system, if memory ran out); {hint}")
     try:
         yield

@@ -1,8 +1,8 @@
-"""Monitoring of a run: metrics of reward hacking, and thresholds on metrics.
+"""Monitor a run: metrics of reward hacking, and thresholds on metrics.
 
-Over-optimization shows in the responses before it shows in the reward: they get long, repetitive or
-all the same, and the monitored rewards stop following the trained one (`rollout_health`). The user
-sets thresholds such as `kl > 20`. `Watch` holds the thresholds of a run.
+Over-optimization shows in the responses before it shows in the reward: they become long, repetitive
+or identical, and the monitored rewards stop following the trained one (`rollout_health`). Users set
+thresholds such as `kl > 20`, and `Watch` applies them to a run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE_ITEMS = {
     "skipped_steps": 10,
     "mismatch/outside": 11,
 }
-"""Metrics explained on `PAGE`: their items of "My run does not learn"."""
+"""Number of the item of "My run does not learn" on `PAGE` that explains a metric."""
 
 MEANINGS = {
     "eos_rate": ": responses are cut off, at max_new_tokens or after max_turns",
@@ -45,10 +45,11 @@ MEANINGS = {
 """Explanations of metrics in warnings."""
 
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
-"""The variable parts of a warning: a metric's value, an optimizer step."""
+"""Pattern of the variable parts of a warning: a metric's value, an optimizer step."""
 
 ABSENT_AFTER = 3
-"""Iterations until a missing metric is reported. A correlation may be undefined in one batch."""
+"""Iterations after which a missing metric is reported. A correlation may be undefined in a
+batch."""
 
 
 # ---------------------------------------------------------------------------------- the responses
@@ -62,9 +63,9 @@ def rollout_health(
     """Return metrics of reward hacking and collapse for a batch of responses.
 
     Args:
-        token_ids: [B] responses, including EOS.
-        scores: [B] trained scores.
-        monitors: [B] each, monitored rewards (a gold reward).
+        token_ids: the B responses, each with its EOS.
+        scores: the trained scores, [B].
+        monitors: monitored rewards by name, such as a gold reward, [B] each.
 
     Returns:
         dict:
@@ -77,7 +78,7 @@ def rollout_health(
             correlation/NAME: r of the trained score and a monitored reward. A fall while the reward
                 rises is over-optimization.
 
-        Undefined metrics are absent: r of a constant, n-grams of shorter responses.
+        Omits undefined metrics, for example r with a constant or n-grams of shorter responses.
 
     Raises:
         ValueError: scores or monitored rewards are not one per response.
@@ -99,22 +100,25 @@ def rollout_health(
 
 
 def _distinct(ngrams: list[list[Any]]) -> float | None:
-    """The mean fraction of distinct n-grams, over the responses with n-grams."""
+    """Return the mean fraction of distinct n-grams, over the responses that have n-grams."""
     shares = [len(set(response)) / len(response) for response in ngrams if response]
     return statistics.fmean(shares) if shares else None
 
 
 def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
-    """Pearson's r without NaN in x, a reward that does not apply; None if x or y is constant."""
+    """Return Pearson's r, or None if x or y is constant.
+
+    Skips pairs whose x is NaN, a reward that does not apply.
+    """
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
     pairs = [(a, b) for a, b in zip(x, y, strict=True) if not math.isnan(a)]
     x = [a for a, _ in pairs]
     y = [b for _, b in pairs]
-    # The variance of equal numbers may be a rounding error instead of zero.
+    # Rounding can make the variance of equal numbers nonzero.
     if len(set(x)) < 2 or len(set(y)) < 2:
         return None
-    # Scaling does not change r, and keeps the squares of extreme numbers finite.
+    # Scaling leaves r unchanged and keeps the squares of extreme numbers finite.
     largest_x = max(map(abs, x))
     largest_y = max(map(abs, y))
     try:
@@ -135,7 +139,7 @@ class Threshold:
 
     metric: str
     op: str
-    """>, >=, < or <=. The threshold is crossed if the comparison is true."""
+    """Comparison >, >=, < or <=; the threshold is crossed if it is true."""
     value: float
 
     def __str__(self) -> str:
@@ -146,7 +150,7 @@ def parse_threshold(text: str, option: str = "threshold") -> Threshold:
     """Parse a threshold such as `kl > 20`.
 
     Args:
-        option: the name of the option, for the message.
+        option: the option's name, for the message.
 
     Raises:
         ValueError: the text is not a metric, one of > >= < <=, and a finite number.
@@ -166,7 +170,7 @@ def parse_threshold(text: str, option: str = "threshold") -> Threshold:
 def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list[str]:
     """Return a sentence per crossed threshold, such as `kl = 31.2 > 20`.
 
-    NaN crosses every threshold. For a missing metric see `Watch`.
+    NaN crosses every threshold. `Watch` reports missing metrics.
     """
     sentences = []
     for threshold in thresholds:
@@ -184,12 +188,12 @@ def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list
 
 
 def kind_of(warning: str) -> str:
-    """Return a warning without its variable parts."""
+    """Return a warning without its variable parts, such as a metric's value."""
     return VALUE.sub(r"\1", warning)
 
 
 def advice(warning: str) -> str:
-    """Return the explanation of a warning with a link to `PAGE`; "" without one."""
+    """Return the explanation of a warning with a link to `PAGE`, or "" if there is none."""
     metric = warning.partition(" = ")[0]
     item = PAGE_ITEMS.get(metric)
     return "" if item is None else f"{MEANINGS.get(metric, '')} (see {PAGE}, item {item})"
@@ -208,9 +212,9 @@ class Watch:
     """The thresholds of a run.
 
     Args:
-        warn_if, stop_if: thresholds.
+        warn_if, stop_if: the thresholds that warn and that stop the run.
         expected: thresholds whose metric must exist. A missing metric is reported once.
-        absent_after: iterations until it is reported.
+        absent_after: number of iterations after which a missing metric is reported.
     """
 
     def __init__(
@@ -225,11 +229,12 @@ class Watch:
         self.expected = list(expected)
         self.absent_after = absent_after
         self.stopped_by: list[str] = []
-        """A sentence per threshold of `stop_if` that the last metrics crossed."""
+        """One sentence for each threshold of `stop_if` that the latest metrics crossed."""
         self._iterations = 0
         self._metrics_seen: set[str] = set()
         self._eos_warning_is_due: bool | None = None
-        """None while eos_rate has crossed its threshold in every iteration."""
+        """Whether the warning about eos_rate is due; None while every iteration crossed its
+        threshold."""
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
         """Return the warnings about the metrics of an iteration."""
@@ -248,8 +253,8 @@ class Watch:
     ) -> list[str]:
         """Keep the first warning about eos_rate, and none if it was low from the start.
 
-        Responses that are all cut off from the start are meant to be, as in plain text
-        continuation. Episodes of turns are not.
+        If all responses are truncated from the start, that is intended, as in plain text
+        continuation. In episodes of several turns it never is.
         """
         others = [text for text in warnings if not text.startswith("eos_rate = ")]
         is_low = len(others) < len(warnings)
@@ -261,7 +266,7 @@ class Watch:
         return warnings
 
     def _missing(self, metrics: dict[str, float]) -> list[str]:
-        """In iteration `absent_after`, a sentence per missing metric, with the nearest name."""
+        """Return a sentence per metric that is still missing in iteration `absent_after`."""
         self._iterations += 1
         if self._iterations > self.absent_after:
             return []

@@ -134,16 +134,16 @@ def test_a_wrong_provider_fails() -> None:
     assert 0 < error < 1e-6
     with pytest.raises(
         AssertionError,
-        match=r"wrong: returns is off by 1\.0e-03, allowed 1e-04, at row 2, column 4$",
+        match=r"wrong: returns .*1\.0e-03.* row 2, column 4$",
     ):
         checked(case, Provider("wrong", slightly_wrong))
-    with pytest.raises(AssertionError, match=r"empty: outputs \[\], expected some of"):
+    with pytest.raises(AssertionError, match=r"empty: .*\[\]"):
         checked(case, Provider("empty", lambda inputs: {}))
 
 
 @pytest.mark.parametrize("build", [losses.loss_case, losses.linear_loss_case])
 def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -> None:
-    """The bonus shows in small entries; those of the tokens are a hundred times larger."""
+    """A bonus changes the small entries; those of the tokens are a hundred times larger."""
     shape = Tokens(MODELS["stories15m"], 64)
     case = build(shape, torch.bfloat16)
 
@@ -201,9 +201,9 @@ def test_absent_and_unsupported_peers_say_why() -> None:
     )
     case = dataclasses.replace(sequences.whiten_case(Sequences(3, 20)), peers=peers)
     assert case.provider_names[-2:] == ["Nobody", "Somebody"]
-    with pytest.raises(UnsupportedError, match=r"^pip install no-such-package, in the ver"):
+    with pytest.raises(UnsupportedError, match="pip install no-such-package"):
         case.provider("Nobody", CPU)
-    with pytest.raises(UnsupportedError, match=r"^its kernel needs a GPU$"):
+    with pytest.raises(UnsupportedError, match="GPU"):
         case.provider("Somebody", CPU)
 
 

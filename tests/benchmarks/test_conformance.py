@@ -27,7 +27,7 @@ WRITTEN = ("fixtures.json", "fixtures.safetensors")
 
 
 def test_the_fixtures_are_those_of_the_formulas() -> None:
-    """After a change: python -m benchmarks.conformance.generate"""
+    """If this fails after a change, run python -m benchmarks.conformance.generate."""
     records, arrays = generate.generate()
     assert json.loads((FOLDER / "fixtures.json").read_text("utf-8")) == records
     kept = {
@@ -44,7 +44,7 @@ def test_the_fixtures_are_those_of_the_formulas() -> None:
 
 
 def test_the_page_shows_the_kept_results() -> None:
-    """After new results: python -m benchmarks.conformance.docs"""
+    """If this fails after new results, run python -m benchmarks.conformance.docs."""
     page = docs.PAGE.read_text("utf-8")
     for section, content in docs.sections(grid.load()).items():
         assert docs.split(page, section)[1] == content
@@ -81,7 +81,7 @@ def test_recorded_differences_name_packages_and_are_no_answers() -> None:
 
 
 def test_an_output_without_an_answer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"outputs \['logprobs'\] must be some of"):
+    with pytest.raises(ValueError, match="'logprobs'"):
         difference(fixtures()["gae-gap"], {"logprobs": torch.zeros(3, 6)})
 
 

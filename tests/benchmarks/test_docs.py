@@ -11,7 +11,7 @@ from benchmarks import docs, results
 
 
 def test_page_readme_and_chart_agree_with_the_results() -> None:
-    """After new results: python -m benchmarks.docs"""
+    """If this fails after new results, run python -m benchmarks.docs."""
     devices = results.load()
     assert docs.PAGE.read_text("utf-8") == docs.page(devices)
     readme = docs.README.read_text("utf-8")
@@ -30,11 +30,11 @@ def test_an_unmeasured_number_is_refused() -> None:
         for run in cpu.runs
         if not any("promised" in t["extra_info"] for t in run.tests.values())
     ]
-    with pytest.raises(ValueError, match="expected promised ratios of a CPU"):
+    with pytest.raises(ValueError, match="benchmarks/results"):
         docs.sections([results.Results(runs)])
     *_, promises = [run for run in cpu.runs if run not in runs]
     some = {name: test for name, test in promises.tests.items() if "gae" not in name}
-    with pytest.raises(ValueError, match="has no measured ratio of gae, faster, TRL's loop"):
+    with pytest.raises(ValueError, match="gae, faster, TRL's loop"):
         docs.sections([results.Results([*runs, promises._replace(tests=some)])])
 
 
@@ -57,5 +57,5 @@ def test_a_newer_measurement_replaces_an_older_one(tmp_path: Path, monkeypatch) 
     assert device.time_of("case") == "2027-01-02T00:00:00"
     assert device.having("promised") == []
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a results file of `pytest benchmarks`"):
+    with pytest.raises(ValueError, match="pytest benchmarks"):
         results.load()

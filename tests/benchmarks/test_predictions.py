@@ -29,7 +29,7 @@ def test_predictions_agree_with_a_calculation_by_hand() -> None:
 
 
 def test_predictions_use_the_instruction_counts_of_the_notes() -> None:
-    """Within 5 %."""
+    """The counts agree within 5 %."""
     notes = (docs.ROOT / "kernels" / "NOTES.md").read_text("utf-8")
     for launch, kernel in predictions.ROW_KERNELS.items():
         row = re.search(rf"^\| {re.escape(launch)} \| ([^|]+) \| ([^|]+) \|", notes, re.MULTILINE)

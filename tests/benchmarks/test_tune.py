@@ -66,12 +66,12 @@ def test_only_tuned_rows_of_the_file_change() -> None:
     exec(compile(tune.rewritten(tune.FILE.read_text(), chosen), "programs.py", "exec"), module)
     want = {name: tuple(program) for name, program in (TABLE | chosen).items()}
     assert {name: tuple(program) for name, program in module["TABLE"].items()} == want
-    with pytest.raises(ValueError, match="expected one row 'no such' in the table of programs"):
+    with pytest.raises(ValueError, match="'no such'"):
         tune.rewritten(tune.FILE.read_text(), {"no such": Program(1)})
 
 
 def test_every_work_launches_the_program_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the first candidate in Triton's interpreter."""
+    """The first candidate runs in Triton's interpreter."""
     looked_up: set[str] = set()
 
     class Watched(dict[str, Program]):

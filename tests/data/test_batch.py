@@ -25,9 +25,9 @@ def test_select_keeps_the_order_of_the_rows() -> None:
 
 
 def test_empty_prompts_and_unequal_counts_are_rejected() -> None:
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="prompt 1"):
         Batch.of([[1], []], [[1], [1]])
-    with pytest.raises(ValueError, match="1 prompts and 2 responses"):
+    with pytest.raises(ValueError, match=r"1 .* 2"):
         Batch.of([[1]], [[1], [1]])
 
 

@@ -30,24 +30,20 @@ def test_a_chat_is_a_list_of_messages_with_role_and_content() -> None:
 
 
 def test_a_chat_needs_a_template_that_accepts_it() -> None:
-    with pytest.raises(DataError, match=r"^here: chat messages, but the tokenizer has no chat te"):
+    with pytest.raises(DataError, match=r"^here: .*chat template"):
         render_chat(tiny.tokenizer(), CHAT, "here")
     strict = tiny.tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"^here: the chat template rejects .*: roles must alt"):
+    with pytest.raises(DataError, match=r"^here: .*roles must alternate"):
         render_chat(strict, CHAT, "here")
 
 
 @pytest.mark.parametrize(
-    ("prompt", "says"),
-    [
-        (" \n", "the prompt is empty"),
-        (None, "got None"),
-        ([*CHAT, {"role": "user"}], r"got \[.*, {'role': 'user'}\]"),
-    ],
+    ("prompt", "named"),
+    [(" \n", "empty"), (None, "None"), ([*CHAT, {"role": "user"}], "{'role': 'user'}")],
 )
-def test_a_prompt_of_another_type_is_rejected(prompt, says: str) -> None:
-    with pytest.raises(DataError, match=f"^row 7: .*{says}"):
+def test_a_prompt_of_another_type_is_rejected(prompt, named: str) -> None:
+    with pytest.raises(DataError, match=f"^row 7: .*{named}"):
         encode_prompt(prompt, tiny.tokenizer(chat=True), "row 7")
 
 
@@ -121,9 +117,9 @@ def test_variables_of_the_chat_template_become_defaults(
 
 
 def test_variables_need_a_template_that_reads_them() -> None:
-    with pytest.raises(ValueError, match="needs a tokenizer with one chat template"):
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
         with_template_variables(tiny.tokenizer(), {"enable_thinking": True})
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = THINKING
-    with pytest.raises(ValueError, match="the chat template does not read 'thinking'"):
+    with pytest.raises(ValueError, match="'thinking'"):
         with_template_variables(tokenizer, {"thinking": True})

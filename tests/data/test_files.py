@@ -20,7 +20,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_named_with_the_path(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+    with pytest.raises(OSError, match=f"'{path}'"):
         write_whole(path, "seed: 1\n")
     assert path.read_text() == "seed: 0\n"
     assert list(tmp_path.iterdir()) == [path], "nothing half written is left"

@@ -22,14 +22,11 @@ def test_columns_stay_with_their_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"text": "w1"}, "row 2: expected a prompt that is a string or a list .* got None"),
-        ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; .* the context has room for 8"),
-    ],
+    ("row", "named"),
+    [({"text": "w1"}, "row 2: .*None"), ({"prompt": "w1 " * 9}, "row 2: .* 9 tokens.* 8")],
 )
-def test_an_unusable_row_is_named(row, says) -> None:
-    with pytest.raises(DataError, match=says):
+def test_an_unusable_row_is_named(row, named) -> None:
+    with pytest.raises(DataError, match=named):
         encode_prompts([{"prompt": "w1"}, row], tiny.tokenizer(), max_prompt_tokens=8)
 
 
@@ -38,12 +35,12 @@ def test_a_prompt_without_tokens_is_named_with_its_tokenizer() -> None:
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("☃", "")
     tokenizer.name_or_path = "my-model"
     rows = [{"prompt": "w1"}, {"prompt": "☃"}]
-    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the tokenizer my-model .* for '☃'"):
+    with pytest.raises(DataError, match=r"p\.jsonl, row 2: .*my-model .*'☃'"):
         encode_prompts(rows, tokenizer, max_prompt_tokens=8, source="p.jsonl")
 
 
 def test_a_missing_column_is_reported_with_the_existing_ones() -> None:
-    with pytest.raises(DataError, match="no column 'question'; there are prompt, answer"):
+    with pytest.raises(DataError, match=r"'question'.* prompt, answer"):
         encode_prompts(ROWS, tiny.tokenizer(), column="question", max_prompt_tokens=8)
 
 
@@ -52,5 +49,5 @@ def test_columns_of_all_rows_are_kept_and_reserved_names_rejected() -> None:
     prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
     assert prompts.columns == {"answer": [None, "w3"]}
     for name in ("prompts", "completions", "completion_ids"):
-        with pytest.raises(DataError, match=f"rename the column '{name}'"):
+        with pytest.raises(DataError, match=f"'{name}'"):
             encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)

@@ -8,6 +8,7 @@ import pytest
 
 from fastppo.data.rows import (
     DataError,
+    NoSuchDataError,
     is_missing_path,
     load_rows,
     shuffled,
@@ -35,34 +36,34 @@ def test_all_sources_give_the_same_rows(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "named"),
     [
-        (['{"prompt": "w1"}', '{"prompt": '], r"rows\.jsonl, line 2: not valid JSON"),
-        (['{"prompt": "w1"}', "", '["w1"]'], r"rows\.jsonl, line 3: .* got list"),
-        ([""], "the dataset is empty"),
+        (['{"prompt": "w1"}', '{"prompt": '], r"rows\.jsonl, line 2: "),
+        (['{"prompt": "w1"}', "", '["w1"]'], r"rows\.jsonl, line 3: .*list"),
+        ([""], r"rows\.jsonl: .*empty"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, lines, says) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_malformed_line_is_named(tmp_path, lines, named) -> None:
+    with pytest.raises(DataError, match=named):
         load_rows(_write_jsonl(tmp_path / "rows.jsonl", *lines))
 
 
 def test_a_missing_or_unknown_source_is_named(tmp_path) -> None:
     for name in ("absent.jsonl", "absent.parquet"):
-        with pytest.raises(DataError, match="no such file"):
+        with pytest.raises(NoSuchDataError, match=name):
             load_rows(str(tmp_path / name))
-    with pytest.raises(DataError, match="no such file or directory"):
+    with pytest.raises(DataError, match="absent"):
         load_rows(str(tmp_path / "absent"))
     (tmp_path / "rows.txt").write_text("w1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"expected \.jsonl or \.parquet, got \.txt"):
+    with pytest.raises(DataError, match=r"\.txt"):
         load_rows(str(tmp_path / "rows.txt"))
-    with pytest.raises(DataError, match=r"expected a \.jsonl or \.parquet file, .* hub dataset"):
+    with pytest.raises(DataError, match="/empty"):
         load_rows(str(tmp_path / "empty"))
     from datasets import Dataset, DatasetDict
 
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(DataError, match="no split 'test'; it has train"):
+    with pytest.raises(DataError, match=r"'test'.* train"):
         load_rows(str(tmp_path / "splits"), split="test")
 
 

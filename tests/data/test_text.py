@@ -30,20 +30,20 @@ def test_blocks_are_visited_in_shuffled_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "block_size", "says"),
+    ("rows", "block_size", "named"),
     [
-        ([ROWS[0], {"body": "w1"}], 4, "mine, row 2: column 'text' must be a string, got None"),
-        ([{"text": 3}], 4, "mine, row 1: column 'text' must be a string, got 3"),
-        (ROWS, 10, "mine: expected at least one block of 10 tokens, got 9"),
+        ([ROWS[0], {"body": "w1"}], 4, "mine, row 2: .*'text'.* None"),
+        ([{"text": 3}], 4, "mine, row 1: .*'text'.* 3"),
+        (ROWS, 10, "mine: .* 10 .* 9"),
     ],
 )
-def test_unusable_text_is_named(rows, block_size: int, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_unusable_text_is_named(rows, block_size: int, named: str) -> None:
+    with pytest.raises(DataError, match=named):
         PretrainingText(rows, tiny.tokenizer(), block_size, source="mine")
 
 
 def test_a_tokenizer_without_eos_is_rejected() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(DataError, match="the tokenizer has no EOS token"):
+    with pytest.raises(DataError, match="EOS"):
         PretrainingText(ROWS, tokenizer, 4)

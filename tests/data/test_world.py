@@ -48,25 +48,22 @@ def test_ranks_gather_rows_values_and_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "named"),
     [
-        (
-            "[x/gloo/y.cc] Timed out waiting 4000ms for recv",
-            "rank 1 of 2: .* within 1800 s",
-        ),
-        ("[x/gloo/y.cc] Connection closed by peer", "rank 1 of 2: another rank has ended"),
+        ("[x/gloo/y.cc] Timed out waiting 4000ms for recv", "rank 1 of 2: .*1800 s"),
+        ("[x/gloo/y.cc] Connection closed by peer", "rank 1 of 2: .*ended"),
     ],
 )
-def test_a_lost_rank_is_reported(text: str, says: str) -> None:
-    with pytest.raises(RuntimeError, match=says), World(1, 2).with_timeout():
+def test_a_lost_rank_is_reported(text: str, named: str) -> None:
+    with pytest.raises(RuntimeError, match=named), World(1, 2).with_timeout():
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="something else"), World(1, 2).with_timeout():
         raise RuntimeError("something else")
 
 
 def test_shard_size_divides_the_processes(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="shard_size=2 needs several processes"):
+    with pytest.raises(ValueError, match="shard_size=2"):
         join(torch.device("cpu"), shard_size=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
+    with pytest.raises(ValueError, match=r"shard_size .* 3"):
         join(torch.device("cpu"), shard_size=3)

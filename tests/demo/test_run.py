@@ -31,7 +31,7 @@ def test_a_stopped_demo_keeps_the_earlier_run_and_starts_over(
     with pytest.raises(Stopped, match=r"SIGTERM; `fastppo demo` starts over$"):
         run_demo(tmp_path, console=Console(file=printed, width=200))
     assert (tmp_path / "ppo").is_dir()
-    assert "ppo of an earlier demo is replaced after the first two stages" in printed.getvalue()
+    assert "an earlier demo" in printed.getvalue()
 
 
 @pytest.mark.slow

@@ -30,7 +30,9 @@ PROMPT = "tell me about the red fox ."
         ("", 0.0),
     ],
 )
-def test_gold_reward(completion: str, gold: float) -> None:
+def test_the_gold_reward_prefers_friendly_descriptions_of_the_right_creature(
+    completion: str, gold: float
+) -> None:
     assert gold_reward([PROMPT], [completion])[0] == pytest.approx(gold)
 
 

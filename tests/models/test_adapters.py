@@ -69,5 +69,5 @@ def test_rank_alpha_and_target_modules() -> None:
 
 def test_without_peft_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match="lora_rank > 0 needs peft: pip install peft"):
+    with pytest.raises(ImportError, match=r"lora_rank.* pip install peft"):
         add_adapters(tiny.model(), rank=2, alpha=4.0)

@@ -32,7 +32,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ("cuda:1", 2, torch.device("cuda", 1)),
     ],
 )
-def test_choose_device(
+def test_a_device_is_chosen_by_its_name(
     name: str, gpus: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _gpus(monkeypatch, gpus)
@@ -40,16 +40,12 @@ def test_choose_device(
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("mps", "device must be auto, cpu, cuda, cuda:1, …, got 'mps'$"),
-        ("cpu:1", "device must be auto, cpu, cuda, cuda:1, …, got 'cpu:1'$"),
-        ("cuda:2", "device=cuda:2: torch .* sees 2 GPUs here"),
-    ],
+    ("name", "named"),
+    [("mps", "device .*'mps'"), ("cpu:1", "device .*'cpu:1'"), ("cuda:2", "device=cuda:2.* 2 GPU")],
 )
-def test_a_device_that_does_not_exist_is_refused(name, says, monkeypatch) -> None:
+def test_a_device_that_does_not_exist_is_refused(name, named, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=named):
         choose_device(name)
 
 
@@ -77,7 +73,7 @@ def test_a_busy_cpu_gives_a_warning(threads, load, device, warns, monkeypatch) -
         ("auto", CPU, None),
     ],
 )
-def test_compute_dtype(precision, device, dtype) -> None:
+def test_the_compute_dtype_follows_precision_and_device(precision, device, dtype) -> None:
     assert compute_dtype(precision, device) == dtype
 
 

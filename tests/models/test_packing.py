@@ -79,14 +79,9 @@ def test_packed_equals_padded_equals_one_by_one(
             torch.testing.assert_close(packed[name], wanted, rtol=0, atol=1e-5 * scale, msg=name)
 
 
-def test_opt_is_refused() -> None:
+def test_packing_refuses_opt() -> None:
     actor = ActorCritic(tiny.model("opt"))
-    says = (
-        r"packing=on: OPTModel \(the policy\) cannot be packed: its hidden states differ from "
-        r"those of padded sequences by 0\.\d+ of their norm .* compute its own positions.* Use "
-        r"packing=off"
-    )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=r"packing=on: OPTModel .*packing=off"):
         choose_packing("on", actor, None)
     assert not actor.packing
 
@@ -137,5 +132,5 @@ def test_auto_warns_of_the_model_without_packing(who: str, monkeypatch) -> None:
     monkeypatch.setattr(ActorCritic, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
     sentence = choose_packing("auto", actor, opt if who == "reference" else None)
     assert sentence is not None
-    assert sentence.startswith(f"packing is off: OPTModel (the {who}) cannot be packed: its hidden")
+    assert f"OPTModel (the {who})" in sentence
     assert not actor.packing

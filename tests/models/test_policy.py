@@ -88,7 +88,7 @@ def test_a_model_with_an_unknown_logit_transform_is_refused() -> None:
         return output
 
     causal_lm.forward = shifted
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: the lm-head .* differs"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.* lm-head"):
         LanguageModel(causal_lm).check_heads()
 
 
@@ -96,7 +96,7 @@ def test_a_model_with_nan_weights_is_refused() -> None:
     causal_lm = tiny.model()
     with torch.no_grad():
         causal_lm.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="its logits are not finite; do its weights have NaN"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.* NaN"):
         LanguageModel(causal_lm).check_heads()
 
 

@@ -49,25 +49,25 @@ def _run(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("save", "says"),
+    ("save", "named"),
     [
-        (_run, "is the directory of a run; its policy is .*policy"),
-        (str, r"no config\.json"),
-        (_absent, "there is no such directory"),
-        (tiny.saved_reward_model, "is a LlamaForSequenceClassification; expected a causal LM"),
-        (_token_classifier, "is a Qwen2ForTokenClassification; expected a causal LM"),
+        (_run, "/policy"),
+        (str, r"config\.json"),
+        (_absent, "directory"),
+        (tiny.saved_reward_model, "LlamaForSequenceClassification"),
+        (_token_classifier, "Qwen2ForTokenClassification"),
         (_encoder_decoder, "encoder–decoder"),
-        (_adapter, "holds a PEFT adapter; merge it first"),
+        (_adapter, "PEFT"),
     ],
 )
-def test_other_models_than_causal_lms_are_refused(save, says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_other_models_than_causal_lms_are_refused(save, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=named):
         load_causal_lm(save(tmp_path))
 
 
 def test_missing_weights_are_refused(tmp_path) -> None:
     model = tiny.without_weight(tiny.saved_model(tmp_path / "sft"), "lm_head.weight")
-    with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         load_causal_lm(model)
 
 
@@ -78,7 +78,7 @@ def test_allowed_missing_weights_are_returned(tmp_path) -> None:
         kind, name, "model", lambda model, weight: weight == "score.weight", num_labels=1
     )
     assert (type(model).__name__, lacking) == ("LlamaForSequenceClassification", ["score.weight"])
-    with pytest.raises(ValueError, match=rf"reward {name} lacks weights .*: score\.weight\. They"):
+    with pytest.raises(ValueError, match=rf"{name} .*score\.weight"):
         load_whole(kind, name, "reward", num_labels=1)
 
 
@@ -86,26 +86,25 @@ def test_missing_weights_and_weights_of_another_size_are_named(tmp_path) -> None
     model = Path(tiny.saved_model(tmp_path / "sft"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
-    with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
+    with pytest.raises(ValueError, match=r"down_proj.* \[32, 48\]"):
         load_causal_lm(str(model))
     (model / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
+    with pytest.raises(ValueError, match=f"model {model}"):
         load_causal_lm(str(model))
 
 
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     tiny.model().save_pretrained(tmp_path)
-    says = f"model {tmp_path} has no tokenizer; save it with the model by tokenizer.save"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=f"model {tmp_path} .*tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
-def test_attention_implementation(monkeypatch) -> None:
+def test_flash_attention_is_chosen_where_it_can_run(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert attention_implementation("auto", torch.bfloat16) == "flash_attention_2"
     assert attention_implementation("auto", torch.float32) is None
-    with pytest.raises(ValueError, match="needs param_dtype=bfloat16"):
+    with pytest.raises(ValueError, match="param_dtype"):
         attention_implementation("flash_attention_2", torch.float32)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert attention_implementation("auto", torch.bfloat16) is None
@@ -115,7 +114,7 @@ def test_attention_implementation(monkeypatch) -> None:
 # ------------------------------------------------------------------------------------------- tokens
 
 
-def test_pad_token_id() -> None:
+def test_any_token_can_pad() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer(pad_is_eos=True)
     assert pad_token_id(tokenizer, model) == 1
     tokenizer.pad_token = None
@@ -128,7 +127,7 @@ def test_pad_token_id() -> None:
     assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == 7
 
 
-def test_stop_token_ids() -> None:
+def test_stop_tokens_are_those_of_the_option_or_of_model_and_tokenizer() -> None:
     model, tokenizer = tiny.model(), tiny.tokenizer()
     assert stop_token_ids([7, 8], tokenizer, model) == (7, 8)
     assert stop_token_ids([], tokenizer, model) == ()
@@ -144,5 +143,5 @@ def test_stop_token_ids() -> None:
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     check_vocabulary(tiny.tokenizer(), 43)
     check_vocabulary(tiny.tokenizer(), 64)  # a vocabulary is often padded
-    with pytest.raises(ValueError, match="the tokenizer has 43 tokens and the model 42"):
+    with pytest.raises(ValueError, match=r"43 .* 42"):
         check_vocabulary(tiny.tokenizer(), 42)

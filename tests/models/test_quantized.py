@@ -68,7 +68,7 @@ def test_a_run_trains_only_the_adapters(tmp_path: Path) -> None:
 
 @needs_bitsandbytes
 def test_the_policy_is_saved_in_full(tmp_path: Path) -> None:
-    """Loaded without bitsandbytes, it has the policy's logits."""
+    """The saved model, loaded without bitsandbytes, has the policy's logits."""
     trainer = _trainer(tmp_path, learning_rate=1e-2)
     trainer.train()
     policy = tmp_path / "run" / "policy"
@@ -98,24 +98,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize(
-    ("save_model", "says"),
+    ("save_model", "named"),
     [
-        (
-            partial(tiny.saved_model, architecture="gpt2"),  # transposed weights
-            "got GPT2LMHeadModel with other layers",
-        ),
-        (partial(save, width=32), r"rows of whole blocks of 64 weights, got \[32, 32\]"),
+        (partial(tiny.saved_model, architecture="gpt2"), "GPT2LMHeadModel"),  # transposed weights
+        (partial(save, width=32), r"64 .*\[32, 32\]"),
     ],
 )
-def test_unsupported_matrices_are_refused(save_model, says, tmp_path: Path) -> None:
+def test_unsupported_matrices_are_refused(save_model, named, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=named):
         _trainer(tmp_path)
 
 
 def test_a_model_passed_in_cannot_be_quantized(tmp_path: Path) -> None:
     config = PPOConfig(**tiny.options(tmp_path, **NF4))
-    with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in is not"):
+    with pytest.raises(ValueError, match=r"quantization=nf4.* model"):
         PPOTrainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
 
 

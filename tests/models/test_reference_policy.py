@@ -89,7 +89,7 @@ def test_logprobs_and_exact_kl_are_those_of_a_plain_log_softmax(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_with_reference_states_has_the_policys_gradient(kind: str) -> None:
-    """With adapters, policy and reference are one model, and the policy's graph stays valid."""
+    """With adapters, policy and reference share a model, and the policy's graph must stay valid."""
     policy, reference, q = _case(kind)
     (batch, _), trained = BATCHES, [p for p in policy.causal_lm.parameters() if p.requires_grad]
     tokens, count = batch.response_tokens, batch.response_count

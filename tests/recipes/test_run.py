@@ -138,7 +138,7 @@ def test_fastppo_train_repeats_and_resumes_the_run_of_a_recipe(tmp_path: Path, c
     )
     assert first == second
     assert _run("arithmetic", tmp_path) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "--out" in capsys.readouterr().err
     assert _run("arithmetic", tmp_path, "--resume", "true", "--iterations", "3") == 0
     assert len(read_jsonl(tmp_path / "ppo" / "metrics.jsonl")) == 3
 
@@ -170,9 +170,9 @@ def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
     for _ in range(2):
         prepare(recipe, tmp_path, 0, quiet)
     assert prepared_seeds == [0], "once"
-    with pytest.raises(ValueError, match="arithmetic with seed 0, expected arithmetic with seed 1"):
+    with pytest.raises(ValueError, match=r"seed 0.* seed 1"):
         prepare(recipe, tmp_path, 1, quiet)
-    with pytest.raises(ValueError, match="choose another --out"):
+    with pytest.raises(ValueError, match="--out"):
         prepare(find("calculator"), tmp_path, 0, quiet)
     (tmp_path / "other").mkdir()
     for seed in (0, 1):
@@ -181,20 +181,20 @@ def test_a_folder_of_another_seed_or_recipe_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "named"),
     [
-        (["arithmetik"], "did you mean arithmetic?"),
-        (["arithmetic", "--config", "x.yaml"], "a recipe has its own config"),
-        (["calculator", "--show", "--kl_coef", "1"], "--show takes no options, got --kl_coef"),
-        (["arithmetic", "--learning_rate", "0"], "learning_rate must be > 0"),
+        (["arithmetik"], "arithmetic"),
+        (["arithmetic", "--config", "x.yaml"], "config"),
+        (["calculator", "--show", "--kl_coef", "1"], "--kl_coef"),
+        (["arithmetic", "--learning_rate", "0"], "learning_rate"),
     ],
 )
 def test_wrong_arguments_raise_before_anything_is_written(
-    flags: list[str], says: str, tmp_path: Path, monkeypatch, capsys
+    flags: list[str], named: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recipe", *flags]) == 2
-    assert says in capsys.readouterr().err
+    assert named in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

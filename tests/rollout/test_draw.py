@@ -172,7 +172,7 @@ def test_kept_scores_may_be_far_below_the_excluded_ones() -> None:
 
 
 def test_logits_that_are_not_finite_give_nan_logprobs() -> None:
-    """So the run stops at the check of the loss, not with an index out of range."""
+    """The run then stops at the check of the loss instead of failing with an index out of range."""
     scores = torch.zeros(4, 600)
     scores[0, 3], scores[1, 4], scores[2] = torch.nan, torch.inf, -torch.inf
     draws = draw(scores, _uniforms(4))
@@ -206,7 +206,7 @@ def test_top_k_and_top_p_are_transformers(top_k: int, top_p: float) -> None:
 
 @pytest.mark.parametrize("spread", [4.0, 0.1])
 def test_a_nucleus_of_a_large_vocabulary_is_transformers(spread: float) -> None:
-    """In peaked rows it is among the candidates; in flat rows it is larger."""
+    """In peaked rows the nucleus is among the candidates; in flat rows it is larger."""
     generator = torch.Generator().manual_seed(10)
     scores = spread * torch.randn(4, 8 * CANDIDATES, generator=generator, dtype=torch.float64)
     keep = nucleus(scores, 0.9)

@@ -38,5 +38,5 @@ def test_an_object_with_only_generate_becomes_an_engine() -> None:
 
 
 def test_an_object_without_generate_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"must have generate\(prompt_ids, sampling\)"):
+    with pytest.raises(TypeError, match="generate"):
         as_engine(object())

@@ -188,8 +188,7 @@ def test_a_run_waits_for_a_dead_server_and_then_ends_with_a_checkpoint(
     assert max(gaps) < 1e-4, "a restarted server gets the weights again"
 
     dies = make_trainer(tmp_path / "dies", **options, rewards=[counting(2, running.end)])
-    sentence = r"waited 1 s for http.*refused.*after 2 of 3 .*checkpoint-000002"
-    with pytest.raises(RolloutError, match=sentence):
+    with pytest.raises(RolloutError, match=rf"{running.url}.* 2 of 3 .*checkpoint-000002"):
         dies.train()
     running.start()
     resumed = make_trainer(tmp_path / "dies", **options, rewards=[counting()], resume=True)
@@ -207,9 +206,7 @@ def test_invalid_responses_end_a_run_with_a_checkpoint(
 
     options = {**OPTIONS, "engine_options": {"urls": [start().url]}}
     trainer = make_trainer(tmp_path, **options, rewards=[counting(2, go_wrong)])
-    with pytest.raises(
-        RolloutError, match=r"one finite logprob .*after 2 of 3 .*checkpoint-000002"
-    ):
+    with pytest.raises(RolloutError, match=r"logprob.* 2 of 3 .*checkpoint-000002"):
         trainer.train()
 
 
@@ -250,7 +247,7 @@ def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
         drawing = pool.submit(trainer.engine.generate, [[3]], trainer.sampling)
         assert waits.wait(60)
         trainer.engine.close()
-        with pytest.raises(RolloutError, match="engine was closed"):
+        with pytest.raises(RolloutError, match="closed"):
             drawing.result()
 
 
@@ -369,5 +366,5 @@ def test_vllms_server_samples_with_the_weights_of_each_update(
 def test_a_row_of_vllms_server_does_not_depend_on_its_batch(
     vllm_server: Running, tmp_path: Path
 ) -> None:
-    """In fp32 on a CPU; otherwise rounding may depend on the batch."""
+    """This holds in fp32 on a CPU; otherwise rounding may depend on the batch."""
     _assert_draws_by_row(_wide_trainer(tmp_path, vllm_server))

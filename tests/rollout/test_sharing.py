@@ -14,7 +14,7 @@ from fastppo.rollout.sharing import SharedEngine
 
 
 def test_two_ranks_generate_what_one_does_and_end_with_the_same_state(tmp_path: Path) -> None:
-    """For five prompts, and for one, which leaves the second rank without work."""
+    """With one prompt instead of five, the second rank has no work."""
     results = {
         n: ranks.run(n, many_ranks.rollouts, tmp_path / str(n), str(tmp_path)) for n in (1, 2)
     }

@@ -26,19 +26,15 @@ def test_a_character_of_several_tokens_is_found_at_its_last_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "strings", "says"),
+    ("tokenizer", "strings", "named"),
     [
-        (None, ["x"], "need a tokenizer"),
-        (
-            tiny.tokenizer(),
-            ["x", "w1 <eos>"],
-            "special token '<eos>', .* put its id 1 into stop_token_ids",
-        ),
+        (None, ["x"], "tokenizer"),
+        (tiny.tokenizer(), ["x", "w1 <eos>"], "<eos>.* stop_token_ids"),
     ],
 )
 def test_strings_without_a_tokenizer_or_with_a_special_token_are_refused(
-    tokenizer, strings, says: str
+    tokenizer, strings, named: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=named):
         StopStrings(tokenizer, strings)
     StopStrings(None, [])

@@ -127,7 +127,7 @@ def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> N
 
 
 def test_a_handover_has_the_weights_of_the_saved_policy(listener: Listener, tmp_path: Path) -> None:
-    """Adapters are merged in the copy only."""
+    """Adapters are merged in the copy, not in the policy."""
     causal_lm = tiny.model()
     peft = add_adapters(causal_lm, rank=4, alpha=8.0)
     policy = ActorCritic(causal_lm, peft)
@@ -161,7 +161,7 @@ def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) 
     engine._on_gpu = True
     engine.release()
     engine.release()
-    with pytest.raises(RuntimeError, match="has no weights"):
+    with pytest.raises(RuntimeError, match="weights"):
         engine.generate(PROMPTS, Sampling(4))
     engine.weights_changed(LanguageModel(tiny.model()))
     assert listener.calls == [
@@ -192,7 +192,7 @@ def test_an_option_that_vllm_does_not_have_is_refused(listener: Listener) -> Non
 
 
 def test_tensor_parallelism_in_one_process_is_refused(listener: Listener) -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must divide .*got 1"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2"):
         listening_engine(tensor_parallel_size=2)
 
 

@@ -101,7 +101,7 @@ def test_a_callback_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         tmp_path, callbacks=[Listener(on_step_end="should_training_stop")], iterations=5
     )
     metrics = trainer.train()
-    assert "ended after 1 of 5 iterations: a callback requested it" in capsys.readouterr().err
+    assert "1 of 5 iterations: a callback" in capsys.readouterr().err
     assert metrics["reward"] == records(trainer)[-1]["reward"]
     assert len(records(trainer)) == 1
     for name in ("policy/config.json", "report.html", "checkpoint-000001"):
@@ -112,7 +112,7 @@ def test_a_callback_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_callback_ends_the_run_before_its_first_iteration(tmp_path: Path) -> None:
-    """Its checkpoint can be exported, and resumed."""
+    """The run's checkpoint can be exported and resumed."""
     stops = Listener(on_train_begin="should_training_stop")
     model = tiny.saved_model(tmp_path / "model")
     config = PPOConfig(**tiny.options(tmp_path, model=model, iterations=2))
@@ -154,7 +154,7 @@ def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_other_objects_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected a transformers\.TrainerCallback, got list"):
+    with pytest.raises(ValueError, match=r"TrainerCallback.* list"):
         make_trainer(tmp_path, callbacks=[[]])
 
 

@@ -25,7 +25,7 @@ def test_a_directory_is_locked_for_the_block(tmp_path: Path) -> None:
             pass
     with (
         _other_process(run),
-        pytest.raises(ValueError, match="another run is using"),
+        pytest.raises(ValueError, match=str(tmp_path)),
         run_lock(run),
     ):
         pass
@@ -33,9 +33,12 @@ def test_a_directory_is_locked_for_the_block(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ValueError, match=f"{tmp_path / 'run'} is a file"):
+    with pytest.raises(ValueError, match=str(tmp_path / "run")):
         check_no_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="is a file"), run_lock(tmp_path / "run" / "in" / "it"):
+    with (
+        pytest.raises(ValueError, match=str(tmp_path / "run")),
+        run_lock(tmp_path / "run" / "in" / "it"),
+    ):
         pass
 
 
@@ -49,5 +52,5 @@ def test_a_directory_is_free_until_a_run_leaves_records_or_a_checkpoint(tmp_path
     assert holds_run(tmp_path)
     (tmp_path / "checkpoint-000001").rmdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="holds a run already: resume it with `resume: true`"):
+    with pytest.raises(ValueError, match="resume: true"):
         check_no_run(tmp_path)

@@ -78,7 +78,7 @@ def test_a_resume_deletes_the_lines_past_the_checkpoint(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 0}\n{"iter\n')
-    with pytest.raises(ValueError, match=f"{path}, line 2: expected a JSON object"):
+    with pytest.raises(ValueError, match=f"{path}, line 2: "):
         cut(path, "iteration", 2)
 
 

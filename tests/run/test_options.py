@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any, Literal
@@ -78,24 +79,24 @@ def test_values_of_yaml_and_flags_are_converted(name: str, value: Any, expected:
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "named"),
     [
-        ({"epochs": 1}, "epochs must be >= 2, got 1"),
-        ({"epochs": 2.5}, "epochs must be an integer, got 2.5"),
-        ({"epochs": True}, "epochs must be an integer, got True"),
-        ({"rate": 0}, "rate must be > 0, got 0.0"),
-        ({"rate": "fast"}, "rate must be a finite number, got 'fast'"),
-        ({"rate": float("inf")}, "rate must be a finite number, got inf"),
-        ({"chance": 0}, r"chance must be in \(0, 1\], got 0.0"),
-        ({"quiet": "perhaps"}, "quiet must be true or false, got 'perhaps'"),
-        ({"names": "a"}, r"names must be a list, \[a, b\], got 'a'"),
-        ({"names": [1]}, "names must be a string, got 1"),
-        ({"kind": "quick"}, "kind must be one of slow, fast, got 'quick'"),
-        ({"quiet": True, "names": ["a"]}, "quiet has no names"),
+        ({"epochs": 1}, "^epochs .*1$"),
+        ({"epochs": 2.5}, "^epochs .*2.5$"),
+        ({"epochs": True}, "^epochs .*True$"),
+        ({"rate": 0}, "^rate .*0.0$"),
+        ({"rate": "fast"}, "^rate .*'fast'$"),
+        ({"rate": float("inf")}, "^rate .*inf$"),
+        ({"chance": 0}, "^chance .*0.0$"),
+        ({"quiet": "perhaps"}, "^quiet .*'perhaps'$"),
+        ({"names": "a"}, "^names .*'a'$"),
+        ({"names": [1]}, "^names .*1$"),
+        ({"kind": "quick"}, "^kind .*slow, fast.*'quick'$"),
+        ({"quiet": True, "names": ["a"]}, "^quiet .*names"),
     ],
 )
-def test_a_wrong_value_raises_with_the_name_of_the_option(values, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_a_wrong_value_raises_with_the_name_of_the_option(values, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         Both(**values)
 
 
@@ -137,15 +138,12 @@ def test_saved_options_are_read_back(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("- a", r"run\.yaml: expected `option: value` lines, got list"),
-        ("a: [", r"run\.yaml is not valid YAML"),
-    ],
+    ("text", "named"),
+    [("- a", r"run\.yaml: .*list"), ("a: [", r"run\.yaml .*YAML")],
 )
-def test_a_wrong_file_raises(text: str, says: str, tmp_path) -> None:
+def test_a_wrong_file_raises(text: str, named: str, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=named):
         read_yaml(tmp_path / "run.yaml", Both)
 
 
@@ -153,14 +151,13 @@ def test_an_unknown_option_raises_with_our_name_or_the_nearest(tmp_path) -> None
     (tmp_path / "run.yaml").write_text("leraning_rate: 1\nbeta: 0.1\nlogging_steps: 5")
     with pytest.raises(ValueError, match="learning_rate") as error:
         read_yaml(tmp_path / "run.yaml", PPOConfig)
-    assert str(error.value).splitlines() == [
-        f"{tmp_path / 'run.yaml'}: no option 'leraning_rate'; did you mean learning_rate?",
-        f"{tmp_path / 'run.yaml'}: no option 'beta'; did you mean kl_loss_coef or kl_coef?",
-        f"{tmp_path / 'run.yaml'}: no option 'logging_steps'",
-    ]
-    with pytest.raises(TypeError, match=r"PPOConfig: no option 'cliprange'; .* mean clip_ratio\?"):
+    misspelt, of_trl, unknown = str(error.value).splitlines()
+    assert re.search(r"run\.yaml: .*'leraning_rate'.* learning_rate\b", misspelt)
+    assert re.search(r"run\.yaml: .*'beta'.* kl_loss_coef .*kl_coef\b", of_trl)
+    assert re.search(r"run\.yaml: .*'logging_steps'$", unknown)
+    with pytest.raises(TypeError, match=r"'cliprange'.* clip_ratio"):
         PPOConfig(cliprange=0.2)
-    with pytest.raises(TypeError, match=r"no option 'num_train_epochs'; did you mean epochs\?"):
+    with pytest.raises(TypeError, match=r"'num_train_epochs'.* epochs"):
         replace(SFTConfig(), num_train_epochs=2)
 
 

@@ -25,7 +25,7 @@ def _train(count: int, folder: Path, **variant: Any) -> dict[str, Any]:
 def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
     tmp_path: Path,
 ) -> None:
-    """Checkpoints are read by any number, whoever wrote them."""
+    """Any number of ranks reads a checkpoint, whatever number wrote it."""
     uninterrupted = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
     for count, iterations in ((2, 2), (1, 3), (4, 4)):
         parts = _train(

@@ -42,7 +42,7 @@ def test_while_training_the_first_signal_is_noted_and_a_second_ends_the_process(
         with pytest.raises(PhaseEndedError):
             request.end_phase()
     assert {signum: signal.getsignal(signum) for signum in STOPPING} == before
-    assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
+    assert signum.name in capfd.readouterr().err
 
 
 def test_a_forked_process_ends_at_the_first_signal() -> None:
@@ -58,8 +58,8 @@ def test_a_forked_process_ends_at_the_first_signal() -> None:
 
 @pytest.mark.parametrize("handling", [listening, stopping_at_once])
 def test_a_forked_process_works_on_after_the_first_ctrl_c(handling: Any) -> None:
-    """A terminal sends it to all processes, and the run still needs a reward's workers, also those
-    of a pool that was made before the training."""
+    """A terminal sends Ctrl-C to all processes, and the run still needs a reward's workers, even
+    those of a pool that was made before the training."""
     with handling():
         reader, writer = os.pipe()
         child = os.fork()
@@ -75,7 +75,7 @@ def test_a_forked_process_works_on_after_the_first_ctrl_c(handling: Any) -> None
 
 
 def test_before_training_the_first_signal_ends_the_workers() -> None:
-    """Python waits for them at its end."""
+    """Python would wait for the workers at its end."""
     worker = FORKSERVER.Process(target=time.sleep, args=(1000,), daemon=True)
     worker.start()
     with pytest.raises(Stopped), stopping_at_once():
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_requested_once() -> None:
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
-    """As under `nohup`, or of a shell's background job."""
+    """Signals are ignored under `nohup` and in a shell's background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopping_at_once(), listening() as request:

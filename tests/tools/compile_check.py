@@ -7,7 +7,7 @@ every decision of a real launch (types, divisibility by 16, absent operands, til
 instead of running. Prints one JSON object per kernel of `launches.py`, with the resources that
 `cuobjdump` reports. ARCHITECTURE is a compute capability (90), or the name of an AMD GPU (gfx942).
 
-Runs in a process of its own, because TRITON_INTERPRET must be unset: see `compiled`.
+`compiled` runs this script in a separate process, because TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Compiled(NamedTuple):
-    """One kernel of one launch.
+    """Compiled kernel of a launch.
 
     registers: per thread. stack, local, shared: bytes of memory.
     sums: the layout of every scan and every reduction of floats. Equal layouts sum in equal order.
@@ -50,7 +50,7 @@ def compiled(launches: str, architecture: int | str, cache: Path) -> list[Compil
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
-        # The inherited path may hold another version of Triton.
+        # The inherited path may contain another version of Triton.
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         ),
@@ -68,7 +68,7 @@ def compiled(launches: str, architecture: int | str, cache: Path) -> list[Compil
 
 
 class _Driver:
-    """The part of Triton's driver interface that compilation uses."""
+    """Part of Triton's driver interface that compilation uses."""
 
     def __init__(self, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget

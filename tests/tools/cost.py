@@ -27,11 +27,11 @@ ELEMENT_BYTES = {
     "gae, packed": 9,
     "shaping, GAE, packed": 13,
 }
-"""Bytes read per element, including the reference's or the mask's. Default: 2, one bf16."""
+"""Bytes read per element, including those of the reference or the mask; by default 2, one bf16."""
 
 
 class Sweep(NamedTuple):
-    """Executed instructions per element, in total and by pipe."""
+    """Number of executed instructions per element, in total and by pipe."""
 
     instructions: float
     pipes: dict[str, float]

@@ -44,7 +44,7 @@ ROWS = [
 
 
 def pipe(path: Path) -> tuple[Path, int]:
-    """Return the path of a pipe, as by `| tee`, and the descriptor of its reader."""
+    """Return the path of a pipe, as with `| tee`, and the descriptor of its reader."""
     os.mkfifo(path)
     return path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
@@ -80,7 +80,7 @@ PATIENCE = 5.0
 
 
 class Victim:
-    """A run to kill, and the result of an uninterrupted run with the same options.
+    """Run to kill, and the result of an uninterrupted run with the same options.
 
     Args:
         command: `train`, `sft`, `reward` or `recipe`.
@@ -93,7 +93,7 @@ class Victim:
         self.folder = Folder(path)
         self.ranks = ranks
         self.newest = ""
-        """The name of the newest checkpoint so far."""
+        """Name of the newest checkpoint so far."""
         self.rows = path / "rows.jsonl"
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         self.log = path / "log.txt"

@@ -1,4 +1,4 @@
-"""The launches that `compile_check.py` compiles for GPUs that are not present.
+"""Define the launches that `compile_check.py` compiles for GPUs that are not present.
 
 `every` covers each tile of the rows' table (short, middle and long rows; whole tiles, and tiles
 halved for a reference or a soft-cap) for each row kernel, with all other optional operands, where
@@ -34,7 +34,7 @@ from fastppo_kernels.triton.gae_block import VECTOR
 from torch import Tensor
 
 Launches = list[tuple[str, Callable[[], None]]]
-"""(name, a function that calls a launcher)."""
+"""Names with functions that call a launcher."""
 
 SHORT, LONG, ODD = 1024, 151936, 50257
 N = 2

@@ -5,7 +5,7 @@ sweep is an innermost loop that loads from global memory. One turn is the cheape
 it, without the branch for the tile that holds the token. Counts are instructions per thread, hence
 warp instructions per 32 elements; predicated-off instructions are issued and counted.
 
-Counts say nothing about latency. Times need a GPU.
+Counts do not show latency; measuring times needs a GPU.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 
 
 class CodePath(NamedTuple):
-    """A path through the code: its instructions in order of execution."""
+    """Path through the code: its instructions in order of execution."""
 
     instructions: tuple[Instruction, ...]
 
@@ -103,7 +103,7 @@ class CodePath(NamedTuple):
 
     @property
     def narrowest_load(self) -> int:
-        """Bytes of the narrowest load; 0 without loads."""
+        """Bytes of the narrowest load; 0 if there are no loads."""
         return min(
             (instruction.loaded for instruction in self.instructions if instruction.loaded),
             default=0,
@@ -125,7 +125,7 @@ class CodePath(NamedTuple):
 
 
 class Code:
-    """The instructions of one kernel by address, and their successors."""
+    """Instructions of one kernel by address, and their successors."""
 
     def __init__(self, listing: str) -> None:
         self.instructions: dict[int, Instruction] = {}

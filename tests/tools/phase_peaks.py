@@ -1,4 +1,4 @@
-"""Memory of a run, measured by torch's CPU allocator: peaks by phase, and lasting parts."""
+"""Measure the memory of a run with torch's CPU allocator: peaks by phase, and lasting parts."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def options(tmp_path: Path, **more: Any) -> PPOConfig:
 
 
 class Measured(NamedTuple):
-    """Bytes of one process."""
+    """Measured bytes of one process."""
 
     peaks: dict[str, int]
-    """Peak by phase over two iterations."""
+    """Peak of each phase over two iterations."""
     parts: dict[str, int]
-    """Lasting parts."""
+    """Bytes of the parts that last for the whole run."""
 
 
 class RecordedPhases(PhaseTimer):

@@ -1,4 +1,4 @@
-"""Memory of one process of a run, by phase and part, estimated without loading a model.
+"""Estimate the memory of one process of a run by phase and part, without loading a model.
 
 The models are built as for training (`run_models`), from their config.json, on fake tensors: shape,
 dtype and no memory (`shapes`). Several processes hold a shard each of policy, value function,
@@ -15,13 +15,13 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
                        saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
-    weights before     copy to undo an update with, for learning_rate=auto on a CPU
+    weights before     the copy that undoes an update, for learning_rate=auto on a CPU
     KV cache           at its longest; none with vLLM servers
-    vLLM               its share of the device, instead of a KV cache
+    vLLM               vLLM's share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
                        the buffers of a sampling step
     spare buffers      kept by the CPU kernels: as many as a loss has of a chunk's logits
-    activations        all else: tensors saved by autograd, weights cast by autocast
+    activations        everything else: tensors saved by autograd, weights cast by autocast
 
 Activations are counted by running the model on fake tensors, so they follow its architecture,
 checkpointing and adapters. Forward passes that score or read the policies need less than an update
@@ -57,10 +57,12 @@ from fastppo.ppo.setup.run_models import make_policy, make_reference
 from fastppo.rewards.loading import FUNCTION
 
 DRAW_BUFFERS = 4
-"""[B, V] fp32 buffers of a sampling step: logits, scaled scores, probabilities, random numbers."""
+"""Number of [B, V] fp32 buffers of a sampling step: logits, scores, probabilities, random
+numbers."""
 
 DEFINITION_COPIES = 10
-"""[n, V] fp32 buffers at the peak of autograd over the definition: 7, and 10 with the full KL."""
+"""Number of [n, V] fp32 buffers at the peak of autograd over the definition: 7, or 10 with full
+KL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
@@ -81,11 +83,11 @@ class Run:
     """Run to plan.
 
     Attributes:
-        device: may be absent.
+        device: the device's type; the machine need not have one.
         prompt_tokens: length of every prompt.
         context: longest sequence of the model, tokens; None if its config names none.
         processes: processes of torchrun.
-        memory: of the device, bytes; None if unknown.
+        memory: bytes of the device's memory; None if unknown.
     """
 
     config: PPOConfig
@@ -97,7 +99,7 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Processes that share one copy of the weights."""
+        """Number of processes that share one copy of the weights."""
         return self.config.shard_size or self.processes
 
     @property
@@ -107,7 +109,7 @@ class Run:
 
     @property
     def response_tokens(self) -> int:
-        """Longest response, tokens.
+        """Longest response in tokens.
 
         With an environment, as many turns as fit into the context; observations count as prompt.
         """
@@ -117,7 +119,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Longest sequence, tokens."""
+        """Longest sequence in tokens."""
         return self.prompt_tokens + self.response_tokens
 
     def share(self, sequences: int) -> int:
@@ -126,23 +128,23 @@ class Run:
 
     @property
     def minibatch(self) -> int:
-        """Sequences of an optimizer step."""
+        """Number of sequences of an optimizer step."""
         return self.share(self.config.rollout_batch_size // self.config.minibatches)
 
     @property
     def microbatch(self) -> int:
-        """Sequences of a forward and backward pass."""
+        """Number of sequences of a forward and backward pass."""
         return min(self.minibatch, self.config.limits().count(self.tokens))
 
     @property
     def generated_at_once(self) -> int:
-        """Sequences generated at once."""
+        """Number of sequences generated at once."""
         rows = self.share(self.config.rollout_batch_size)
         return min(self.config.generated_at_once, rows)
 
 
 def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
-    """Return (phases of a run in their order, notes on what is not counted).
+    """Return the phases of a run in order, and notes on what is not counted.
 
     Raises:
         ValueError: a config cannot be read.
@@ -198,7 +200,7 @@ class Process:
             self.notes.append(f"not counted: rollout={run.config.rollout}")
         if run.config.optimizer != "adamw":
             self.notes.append(f"optimizer={run.config.optimizer} is counted as AdamW")
-        # Real tensors, since their lengths are read.
+        # These are real tensors, since their lengths are read.
         prompts = [[0] * run.prompt_tokens] * run.microbatch
         self.layout = Batch.of(prompts, [[0] * run.response_tokens] * run.microbatch).layout()
 
@@ -213,7 +215,7 @@ class Process:
         parts = self.lasting()
         if run.is_sharded:
             sizes = [bytes_of([tensor]) for tensor in tensors_of(self.policy)]
-            # vLLM has its own weights, and gets new ones tensor by tensor.
+            # vLLM holds a copy of the weights and receives new ones tensor by tensor.
             parts["gathered"] = max(sizes) if self.config.rollout == "vllm" else sum(sizes)
         parts |= self.of_vllm()
         if not self.config.holds_cache:
@@ -249,7 +251,7 @@ class Process:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         parts = self.lasting()
-        parts["value function"] += self.regression_bytes  # the batch's moments
+        parts["value function"] += self.regression_bytes  # the moments of the batch
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
         self.policy.set_training(config.gradient_checkpointing)
@@ -308,10 +310,10 @@ class Process:
 
     @property
     def loss_buffers(self) -> int:
-        """Buffers of logits of the PPO loss.
+        """Number of buffers of logits in the PPO loss.
 
-        The second is for the reference's logits, or for the gradient of logits that are computed
-        again: with a loss scale, and for an objective that is differentiated by autograd.
+        A second buffer holds the reference's logits, or the gradient of recomputed logits: with a
+        loss scale, and for an objective that autograd differentiates.
         """
         config = self.config
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
@@ -374,7 +376,7 @@ class Process:
     def spare_bytes(self, *, in_use: int = 0) -> int:
         """Return the bytes of the buffers of logits that the CPU's kernels keep between calls.
 
-        in_use: those that a loss is using.
+        in_use: bytes of the buffers that a loss is using.
         """
         if self.run.device.type != "cpu" or self.config.backend == "torch":
             return 0
@@ -390,7 +392,7 @@ class Process:
         """Return the bytes of the weights of every model.
 
         Args:
-            fp32: hold trained weights in fp32, whatever the model's dtype.
+            fp32: whether trained weights are fp32, whatever the model's dtype.
         """
 
         def held(model: nn.Module) -> int:

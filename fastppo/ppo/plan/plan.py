@@ -1,6 +1,6 @@
-"""`fastppo plan`: whether a run fits into the memory of its devices.
+"""`fastppo plan`: estimate whether a run fits into the memory of its devices.
 
-`fastppo.ppo.plan.memory` counts what a process holds.
+`fastppo.ppo.plan.memory` counts the bytes of one process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Plan:
 
     run: Run
     phases: list[Phase]
-    """In the order in which a run goes through them."""
+    """Phases in the order in which a run goes through them."""
     notes: list[str]
     """Sentences on assumptions, and on what is not counted."""
 
     @property
     def peak(self) -> Phase:
-        """Phase that needs most memory."""
+        """Phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -62,10 +62,10 @@ def make_plan(
     """Estimate the memory of a run.
 
     Args:
-        config: device=auto is a GPU if there is one or if `memory` is given; a GPU of device=cuda
-            need not be there.
+        config: the run's options. device=auto is a GPU if there is one or if `memory` is given;
+            with device=cuda the machine need not have a GPU.
         prompt_tokens: length of every prompt.
-        memory: of each device, GB; by default what is free on the GPU.
+        memory: memory of each device in GB; by default the free memory of the GPU.
         processes: number of processes of torchrun, one per device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Models on fake tensors, and the bytes that they would take.
+"""Build models on fake tensors, and count the bytes they would take.
 
 Models are built from their config.json on the meta device, then given fake tensors, with a shape, a
 dtype, a device and no memory.
@@ -25,13 +25,13 @@ from fastppo.ppo.setup.run_models import ModelLoader
 
 @dataclass(slots=True)
 class Peak:
-    """Largest number of bytes held."""
+    """Largest number of bytes held at once."""
 
     bytes: int = 0
 
 
 class LiveBytes(FakeTensorMode):
-    """Mode with fake tensors that counts the bytes of live storages returned by operations."""
+    """Mode of fake tensors that counts the bytes of the live storages that operations return."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -75,7 +75,7 @@ class LiveBytes(FakeTensorMode):
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
-        """Measure the peak of new bytes in the block; known at its end."""
+        """Measure the peak of new bytes in the block; the result is set at its end."""
         before = self.bytes
         self.most = before
         peak = Peak()
@@ -84,7 +84,7 @@ class LiveBytes(FakeTensorMode):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages of tensors, each counted once."""
+    """Return the bytes of the tensors' storages, counting each storage once."""
     storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -109,11 +109,11 @@ class ShapeLoader(ModelLoader):
 
 
 def materialize(model: nn.Module) -> None:
-    """Replace a model's meta tensors by fake ones, which count as memory.
+    """Replace a model's meta tensors by fake ones, which are counted as memory.
 
     `Module.to` does not support fake tensors.
     """
-    materialized: dict[Tensor, Tensor] = {}  # tied weights are one
+    materialized: dict[Tensor, Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         tensors = [
             *module.named_parameters(recurse=False, remove_duplicate=False),

@@ -1,4 +1,4 @@
-"""The model card of a policy: README.md with the run's reward, curves and options.
+"""Write the model card of a policy: README.md with the run's reward, curves and options.
 
 The Hugging Face Hub shows it as the page of an uploaded policy.
 """
@@ -17,7 +17,7 @@ from fastppo.run.report.report import read_run
 from fastppo.run.report.summary import summarize
 
 ROWS = 12
-"""Rows of the table of curves."""
+"""Maximum number of rows in the table of curves."""
 
 COLUMNS = {
     "reward": "reward",
@@ -26,7 +26,7 @@ COLUMNS = {
     "entropy": "entropy, nats",
     "response_length": "response length, tokens",
 }
-"""Heading of a metric in the table of curves."""
+"""Headings of the metrics in the table of curves."""
 
 TEMPLATE = """---
 {{ card_data }}
@@ -59,7 +59,7 @@ def write_card(run_dir: Path, directory: Path, *, iterations: int | None = None)
     """Write README.md to the directory of a policy.
 
     Args:
-        iterations: of the policy; None for all of the run.
+        iterations: how many iterations the policy was trained for; None means the whole run.
 
     Raises:
         FileNotFoundError: the run has no metrics.jsonl.
@@ -92,7 +92,7 @@ def write_card(run_dir: Path, directory: Path, *, iterations: int | None = None)
 
 
 def _without_folder(value: Any) -> Any:
-    """Replace absolute paths by their names, which may be published."""
+    """Replace absolute paths by their last parts, which are safe to publish."""
     if isinstance(value, dict):
         return {key: _without_folder(inner) for key, inner in value.items()}
     if isinstance(value, list):

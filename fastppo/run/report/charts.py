@@ -31,17 +31,17 @@ class Chart(NamedTuple):
     xlabel: str
     x: list[float]
     series: list[dict[str, Any]]
-    """label, values, and optionally right (axis) or joined (over gaps)."""
+    """Curves: label, values, and optionally right (axis) or joined (over gaps)."""
     range: list[float] | None = None
-    """The range of the left axis; None fits it to the curves."""
+    """Range of the left axis; None fits it to the curves."""
 
 
 Groups = list[tuple[str, list[Chart]]]
-"""(heading, charts)."""
+"""Headings with their charts."""
 
 
 def with_initial_evaluation(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records, with the evaluation before training as a record of its own.
+    """Return the records, with the evaluation before training as a separate record.
 
     It is the first record and precedes iteration 0. Its metrics begin with eval/ instead of
     before/, like those of later evaluations.
@@ -76,7 +76,7 @@ def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, 
 
 
 def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics other than the reward that have the same value in all of several iterations."""
+    """Return the metrics, except the reward, that keep one value over several iterations."""
     names = {name for record in records for name in record} - {"iteration", "warnings"}
     constants = {}
     for name in sorted(names - {"reward"}):
@@ -89,11 +89,11 @@ def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
 def _panel(
     panel: Panel, records: list[dict[str, Any]], constants: dict[str, float]
 ) -> Chart | None:
-    """The chart of a panel, or None if none of its metrics exists or changes."""
+    """Return the chart of a panel, or None if none of its metrics exists or changes."""
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = with_prefix(records, prefix)
-        # A single reward of weight 1 is the reward itself.
+        # A single reward with weight 1 equals the total reward.
         is_single = len(prefixed) == 1
         if not (is_single and _are_the_same(records, prefix[:-1], prefixed[0])):
             names += prefixed
@@ -123,13 +123,13 @@ def _panel(
 
 
 def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> bool:
-    """Whether two metrics agree within the fp32 rounding of a mean."""
+    """Return whether two metrics agree within the fp32 rounding of a mean."""
     both = ((record.get(first, 0.0), record.get(second, 0.0)) for record in records)
     return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in both)
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
-    """The range of an axis for fractions, or for a flat line; None for others."""
+    """Return the range of an axis for fractions or for a flat line; None for other curves."""
     values = [y for curve in series for y in curve["values"] if is_finite(y)]
     low = min(values, default=0.0)
     high = max(values, default=1.0)
@@ -141,7 +141,7 @@ def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
 
 
 def _gold_and_proxy(records: list[dict[str, Any]]) -> list[Chart]:
-    """The trained reward beside the monitored ones: they diverge under over-optimization."""
+    """Return charts of trained and monitored rewards, which diverge under over-optimization."""
     monitors = with_prefix(records, "monitor/")
     names = ["reward", *monitors]
     rows = [record for record in records if all(name in record for name in names)]

@@ -16,7 +16,7 @@ class Panel(NamedTuple):
 
 
 OVERVIEW = "Overview"
-"""The first panels, which are also drawn if they are constant."""
+"""Heading of the first panels, which are drawn even if they are constant."""
 
 GROUPS = (
     (
@@ -165,7 +165,7 @@ GROUPS = (
         ),
     ),
 )
-"""Panels by heading. Panels without data and empty headings are left out."""
+"""Panels by heading. A report omits panels without data and empty headings."""
 
 PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
 

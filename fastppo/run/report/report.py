@@ -1,6 +1,6 @@
-"""The report of a run: one HTML file with plots and samples.
+"""Write the report of a run: one HTML file with plots and samples.
 
-The file is self-contained: it contains the numbers, the plotting library (uPlot, MIT license) and
+The file is self-contained: it includes the numbers, the plotting library (uPlot, MIT license) and
 page/plots.js.
 """
 
@@ -36,8 +36,8 @@ LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that the report links to."""
 
 LEAST_KL = 1e-4
-"""Nats per sequence. A smaller sampled KL is shown as 0: the rounding errors of the tokens'
-logprobs add up."""
+"""Smallest KL shown, in nats per sequence. A smaller sampled KL is shown as 0, because it may be
+the sum of the rounding errors of the tokens' logprobs."""
 
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
@@ -47,7 +47,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     """Write the report of a run directory and return its path.
 
     Args:
-        path: by default `report.html` in the run directory.
+        path: the report's path; by default `report.html` in the run directory.
 
     Raises:
         FileNotFoundError: metrics.jsonl is missing or empty.
@@ -128,7 +128,7 @@ def _write(path: Path, groups: Groups, **fields: Any) -> Path:
 
 
 def _as_json(chart: Chart) -> dict[str, Any]:
-    """The fields of a chart that are set. NaN and infinities become gaps: JSON has neither."""
+    """Return the fields of a chart that are set. NaN and infinities become gaps for JSON."""
     fields = {name: value for name, value in chart._asdict().items() if value is not None}
     fields["series"] = [
         curve | {"values": [y if is_finite(y) else None for y in curve["values"]]}
@@ -138,7 +138,7 @@ def _as_json(chart: Chart) -> dict[str, Any]:
 
 
 def _header(run: Run) -> list[str]:
-    """Lines with the model, start, duration, device and versions."""
+    """Return lines with the model, start, duration, device and versions."""
     title = f"FastPPO · {counted(_completed(run), 'iteration')}"
     if run.config.get("model"):
         title += f" · {run.config['model']}"
@@ -158,7 +158,7 @@ def _header(run: Run) -> list[str]:
 
 
 def _ending(run: Run) -> str:
-    """A sentence on why the run ended before its last iteration; "" if it did not."""
+    """Return a sentence on why the run ended before its last iteration; "" if it did not."""
     reason = run.parts[-1].get("ended") if run.parts else None
     if not reason:
         return ""
@@ -167,7 +167,7 @@ def _ending(run: Run) -> str:
 
 
 def _completed(run: Run) -> int:
-    """The number of complete iterations. One that failed in its update has no reward."""
+    """Return the number of complete iterations. One that failed in its update has no reward."""
     return sum("reward" in record for record in run.records)
 
 
@@ -182,7 +182,7 @@ def _duration(seconds: float) -> str:
 def first_and_last(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """Return (metric, first value, mean of the last tenth) of the most important metrics.
 
-    For held-out rewards, which come first, it is the evaluation before training and the last one.
+    Held-out rewards come first, with their values before training and in the last evaluation.
     """
     rows = []
     evaluated = with_initial_evaluation(records)
@@ -216,14 +216,14 @@ class Warned(NamedTuple):
     first: str
     last: str
     advice: str
-    """Meaning and documentation, as in the console."""
+    """Explanation and link to the documentation, as on the console."""
 
 
 def _warnings(records: list[dict[str, Any]], ending: str) -> list[Warned]:
-    """The warnings of a run by kind, in the order of their first iterations.
+    """Return the warnings of a run by kind, in the order of their first iterations.
 
     Args:
-        ending: why the run ended, which is not repeated.
+        ending: why the run ended; warnings do not repeat it.
     """
     kinds: dict[str, list[tuple[int, str]]] = {}
     for record in records:
@@ -243,7 +243,7 @@ def _warnings(records: list[dict[str, Any]], ending: str) -> list[Warned]:
 
 
 def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """A few samples of a few iterations, including the first and the last."""
+    """Return a few samples of a few iterations, including the first and the last."""
     iterations = sorted(set(map(number_of, samples)))
     count = min(SAMPLED_ITERATIONS, len(iterations))
     last = len(iterations) - 1
@@ -258,7 +258,7 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
-    """The sample with its `turns`, or with the `messages` of a chat prompt."""
+    """Return the sample with its `turns`, or with the `messages` of a chat prompt."""
     prompt = sample.get("prompt")
     turns = sample.get("turns", [])
     messages = prompt if isinstance(prompt, list) and not turns else []

@@ -1,7 +1,7 @@
-"""The result of a run in a sentence: the change of its reward, and whether it exceeds the noise.
+"""Summarize a run in a sentence: the change of its reward, and whether it exceeds the noise.
 
 Errors are standard errors, and a change below two of them counts as noise. For held-out prompts,
-and for training rewards of short runs, it is the error of the difference of two means over
+and for training rewards of short runs, the error is that of the difference of two means over
 responses. In longer runs, the error of training rewards is estimated from the differences of
 neighboring iterations, which a slow trend hardly affects (von Neumann 1941).
 """
@@ -18,7 +18,7 @@ from typing import Any
 from fastppo.run.watch import PAGE, PAGE_ITEMS
 
 NOISE = 2.0
-"""Standard errors."""
+"""Largest change that counts as noise, in standard errors."""
 
 LEAST = 10
 """Iterations needed to estimate the noise from their differences. With independent normal rewards,
@@ -26,8 +26,7 @@ LEAST = 10
 5 % (400 000 simulated runs each)."""
 
 LEAST_SPREAD = 1e-4
-"""Reward units. Nothing is learned from smaller differences (the threshold of the default
-warnings)."""
+"""Smallest standard deviation of rewards to learn from, the threshold of the default warnings."""
 
 ITEM = PAGE_ITEMS["reward_std"]
 
@@ -37,12 +36,12 @@ Records = Sequence[Metrics]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a reward from the beginning of a run to its end."""
+    """Change of a reward from the beginning of a run to its end."""
 
     of: str
     value: float
     error: float
-    """Standard error; NaN if there are too few rewards."""
+    """Standard error of the change; NaN if there are too few rewards."""
 
     @property
     def exceeds_noise(self) -> bool:
@@ -64,7 +63,7 @@ def summarize(records: Records) -> str:
     It uses the held-out rewards if there are any, and the training rewards otherwise.
 
     Args:
-        records: of metrics.jsonl, at least one. An incomplete iteration has no reward.
+        records: at least one record of metrics.jsonl. An incomplete iteration has no reward.
     """
     rewards = [record["reward"] for record in records if "reward" in record]
     if not rewards:
@@ -93,11 +92,11 @@ def summarize(records: Records) -> str:
 
 
 def _held_out_changes(first: Metrics, last: Metrics) -> list[Change]:
-    """The changes of the reward and the monitored rewards since the evaluation before training.
+    """Return the changes of the reward and the monitored rewards since before the training.
 
     Args:
-        first: has the evaluation before training.
-        last: has the last evaluation.
+        first: the record with the evaluation before training.
+        last: the record with the last evaluation.
     """
     names = [
         "reward",
@@ -118,7 +117,7 @@ def _held_out_changes(first: Metrics, last: Metrics) -> list[Change]:
 
 
 def _training_change(records: Records, name: str) -> Change:
-    """The change of a reward from the first to the last tenth of a run."""
+    """Return the change of a reward from the first to the last tenth of a run."""
     records = [record for record in records if name in record]
     values = [record[name] for record in records]
     tenth = max(1, len(values) // 10)
@@ -136,17 +135,17 @@ def _training_change(records: Records, name: str) -> Change:
 
 
 def _error_of(name: str) -> str:
-    """The name of a reward's standard error: reward_error, monitor_error/NAME."""
+    """Return the name of a reward's standard error: reward_error or monitor_error/NAME."""
     return name.replace("monitor/", "monitor_error/", 1) if "monitor/" in name else f"{name}_error"
 
 
 def _described(name: str, reward: str) -> str:
-    """A reward in a sentence: `reward`, or "monitored NAME"."""
+    """Return a reward's name for a sentence: `reward`, or "monitored NAME"."""
     return f"monitored {name.partition('monitor/')[2]}" if "monitor/" in name else reward
 
 
 def _rounded(change: float, error: float) -> str:
-    """Both numbers, rounded to the first digit of the error: +1.6 ± 0.1."""
+    """Format both numbers, rounded to the first digit of the error: +1.6 ± 0.1."""
     if not (math.isfinite(change) and math.isfinite(error)):
         return f"{change:+.3g}"
     places = max(0, -math.floor(math.log10(error))) if error > 0 else 3
@@ -154,7 +153,7 @@ def _rounded(change: float, error: float) -> str:
 
 
 def summarize_critic(records: Records) -> str:
-    """Return a sentence with the explained variance in the last tenth of a run; "" without it."""
+    """Return a sentence on the explained variance in the last tenth of a run, or ""."""
     last = records[-max(1, len(records) // 10) :]
     explained = [record["explained_variance"] for record in last if "explained_variance" in record]
     if not explained:

@@ -250,7 +250,7 @@ def test_an_evaluated_run_of_one_iteration_has_its_charts(tmp_path: Path) -> Non
 
 
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
-    """Its mean is in fp64 and the reward in fp32, as in every run."""
+    """The mean is in fp64 and the reward in fp32, as in every run."""
     means = [0.1, 0.2, -0.3, 1 / 3]
     records = [{"reward": torch.tensor(mean).item(), "reward/r": mean} for mean in means]
     assert any(record["reward"] != record["reward/r"] for record in records)
