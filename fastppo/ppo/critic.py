@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastppo.data.microbatches import Limits
 from fastppo.data.world import World
-from fastppo.functional.tutorial_losses import ValueLossFunction
+from fastppo.functional.value_loss import ValueLossFunction
 from fastppo.models.policy import ActorCritic
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
