@@ -117,9 +117,9 @@ class LossKeywords(TypedDict, total=False):
         """(...), the weight of each token, in place of aggregation and denominator. No
         gradient.""",
     ]
-    logit_scale: Annotated[float, 1.0, """The model's factor of the logits."""]
+    logit_scale: Annotated[float, 1.0, """The factor of the logits x: z = logit_scale·x."""]
     softcap: Annotated[
-        float | None, None, """Caps the scaled logits z at softcap·tanh(z/softcap)."""
+        float | None, None, """Bounds the scaled logits to softcap·tanh(z/softcap)."""
     ]
     backend: Annotated[
         str,
