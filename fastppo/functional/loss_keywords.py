@@ -128,10 +128,11 @@ class LossKeywords(TypedDict, total=False):
     ]
 
 
-_HINTS = {
+_DECLARED = {
     name: get_args(hint) for name, hint in get_type_hints(LossKeywords, include_extras=True).items()
 }
-DEFAULTS = cast(LossKeywords, {name: default for name, (_, default, _) in _HINTS.items()})
+"""(type, default, documentation) of each keyword."""
+DEFAULTS = cast(LossKeywords, {name: default for name, (_, default, _) in _DECLARED.items()})
 
 
 def with_loss_keywords(function: F) -> F:
@@ -144,7 +145,7 @@ def with_loss_keywords(function: F) -> F:
     before = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-        for name, (hint, default, _) in _HINTS.items()
+        for name, (hint, default, _) in _DECLARED.items()
     ]
     signature = signature.replace(parameters=[*before, *shared])
     known = frozenset(signature.parameters)
@@ -164,7 +165,7 @@ def with_loss_keywords(function: F) -> F:
 def _documentation() -> str:
     """Return the section on the shared keywords for a docstring."""
     lines = ["Keywords of both losses:"]
-    for name, (_, default, documentation) in _HINTS.items():
+    for name, (_, default, documentation) in _DECLARED.items():
         text = " ".join(f"{name} (default {default!r}): {documentation}".split())
         lines += textwrap.wrap(
             text,
