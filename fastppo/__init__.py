@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fastppo_kernels.cpu.threads import empty_cache
 
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
-    from fastppo.functional.arguments import aggregation_weights
+    from fastppo.functional.aggregation import aggregation_weights
     from fastppo.functional.lm_head import head_weight
     from fastppo.functional.losses import (
         PPOLoss,
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         token_logprobs,
         token_stats,
     )
-    from fastppo.functional.tutorial_losses import entropy, policy_loss, total_loss, value_loss
+    from fastppo.functional.tutorial_losses import entropy, policy_loss, total_loss
+    from fastppo.functional.value_loss import value_loss
     from fastppo.ppo.options.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
@@ -37,7 +38,7 @@ __version__ = "0.3.0"
 
 HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
-    "fastppo.functional.arguments": ("aggregation_weights",),
+    "fastppo.functional.aggregation": ("aggregation_weights",),
     "fastppo.functional.lm_head": ("head_weight",),
     "fastppo.functional.losses": (
         "PPOLoss",
@@ -53,12 +54,13 @@ HOMES = {
         "token_logprobs",
         "token_stats",
     ),
-    "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss", "value_loss"),
+    "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss"),
+    "fastppo.functional.value_loss": ("value_loss",),
     "fastppo.ppo.options.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
     "fastppo_kernels.cpu.threads": ("empty_cache",),
 }
-"""The public names of each module."""
+"""Public names, by module."""
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [

@@ -13,9 +13,9 @@ import tiny
 import yaml
 
 from fastppo import cli
+from fastppo.other_names import OPTIONS, WITHOUT
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import read_yaml
-from fastppo.run.other_names import OTHER_NAMES, WITHOUT
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
@@ -108,13 +108,13 @@ def test_other_names_suggest_the_options_of_the_pages() -> None:
             for theirs in _quoted(row[0]):
                 page.setdefault(theirs, set()).update(_quoted(row[1]) & OURS)
     page["target_kl"].add("early_stop_kl")  # its meaning in CleanRL and Stable-Baselines3
-    for theirs, ours in OTHER_NAMES.items():
+    for theirs, ours in OPTIONS.items():
         assert set(ours) & OURS <= page[theirs], theirs
     for heading in ("Options", "Options of GRPOConfig"):
         for row in rows("from-trl.md", heading):
             names = _quoted(row[0]) - OURS
             if row[1].startswith("`"):
-                assert names <= OTHER_NAMES.keys(), row
+                assert names <= OPTIONS.keys(), row
 
 
 def test_an_option_without_a_counterpart_gets_no_suggestion() -> None:
@@ -122,7 +122,7 @@ def test_an_option_without_a_counterpart_gets_no_suggestion() -> None:
     for heading in ("Options", "Options of GRPOConfig"):
         for row in rows("from-trl.md", heading):
             if row[1].startswith(("none", "derived")):
-                none |= _quoted(row[0]) - OTHER_NAMES.keys()
+                none |= _quoted(row[0]) - OPTIONS.keys()
     assert len(none) > 40
     of_transformers = {"local_rank", "optim_target_modules"}
     assert none >= WITHOUT - of_transformers
@@ -196,12 +196,12 @@ def _grpo() -> dict[str, Any]:
 
 def test_the_options_of_a_grpo_script_are_valid(tmp_path: Path, capsys) -> None:
     reward = tmp_path / "reward.py"
-    reward.write_text("def own(completions, **columns):\n    return [1.0] * len(completions)\n")
+    reward.write_text("def reward(completions, **columns):\n    return [1.0] * len(completions)\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
     run = {
         "model": tiny.saved_model(tmp_path / "model"),
         "prompts": str(tmp_path / "prompts.jsonl"),
-        "rewards": [f"{reward}:own"],
+        "rewards": [f"{reward}:reward"],
         "output_dir": str(tmp_path / "run"),
         "max_new_tokens": 8,  # the tiny model has a context of 64
     }

@@ -3,8 +3,8 @@
     r_t = −β·KL_t, plus the score on the last response token
     δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
 
-"next" is the next *unmasked* token: masked gaps, such as a tool's output in a multi-turn response,
-are skipped. Inputs are padded `[B, T]`, or packed `[total]` with `cu_seqlens [B + 1]`.
+"next" is the next *unmasked* token: GAE skips masked gaps, such as a tool's output in a multi-turn
+response. Inputs are padded `[B, T]`, or packed `[total]` with `cu_seqlens [B + 1]`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from fastppo_kernels.records import KL_ESTIMATORS, Shaping
+from fastppo_kernels.records import KL_ESTIMATORS, Discounts, Shaping, Trajectory
 from torch import Tensor
 
 from fastppo.functional import arguments, operators, scalars
@@ -23,11 +23,11 @@ class Advantages(NamedTuple):
     """Result of `compute_advantages`."""
 
     advantages: Tensor
-    """[B, T] or [total] fp32, whitened by default, 0 where masked."""
+    """Advantages of the tokens, [B, T] or [total] fp32, whitened by default, 0 where masked."""
     returns: Tensor
-    """[B, T] or [total] fp32: advantages before whitening plus values, 0 where masked."""
+    """Advantages before whitening plus values, [B, T] or [total] fp32, 0 where masked."""
     kl: Tensor
-    """[B] fp32, nats: the estimate summed over each sequence."""
+    """KL estimate summed over each sequence, [B] fp32 in nats."""
 
 
 def gae(
@@ -41,32 +41,32 @@ def gae(
     bootstrap: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation over padded or packed sequences.
+    """Estimate advantages over padded or packed sequences (GAE).
 
     Args:
-        rewards, values: [B, T], or packed [total] with `cu_seqlens`; any float dtype, summed in
-            fp32 or wider. values[t] is the value of the state *before* token t. No gradient.
-        mask: the same shape, bool, True on response tokens; None means all. Gaps are skipped.
+        rewards, values: [B, T], or packed [total] with `cu_seqlens`, of any float dtype; sums are
+            in fp32 or wider. values[t] is the value of the state *before* token t. No gradient.
+        mask: bool, the same shape, True on response tokens. None means all. Gaps are skipped.
         cu_seqlens: [B + 1] int32 or int64, the start of each packed sequence, and the total.
-        gamma, lam: in [0, 1], or [B], one per sequence.
-        bootstrap: [B], the value after the last token of a truncated sequence; None means 0.
+        gamma, lam: numbers in [0, 1], or [B], one per sequence.
+        bootstrap: [B], the value after the last token of a truncated sequence. None means 0.
         backend: "auto", "triton", "cpu" or "torch".
 
     Returns:
-        (advantages, returns), fp32, the shape of `values`, 0 where masked.
+        tuple[Tensor, Tensor]: advantages and returns, fp32, shaped like `values`, 0 where masked.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes or devices.
+        ValueError, TypeError: shapes, dtypes or devices are inconsistent.
 
     Source: Schulman et al. 2016, eq. 11, 12 and 16.
     """
     arguments.tensor("rewards", rewards)
-    trajectory, batch = arguments.trajectory(
+    trajectory, batch = _trajectory(
         values, rewards=rewards, mask=mask, cu_seqlens=cu_seqlens, bootstrap=bootstrap
     )
     estimates = operators.gae_op(
         trajectory=trajectory,
-        discounts=arguments.discounts(gamma, lam, batch=batch, like=values),
+        discounts=_discounts(gamma, lam, batch=batch, like=values),
         backend=arguments.choose_backend(backend, values),
     )
     return estimates.advantages, estimates.returns
@@ -92,33 +92,34 @@ def compute_advantages(
     reduce_moments: Callable[[Tensor], Tensor] | None = None,
     backend: str = "auto",
 ) -> Advantages:
-    """Reward shaping, GAE and whitening in one call.
+    """Shape rewards, estimate advantages and whiten them, in one call.
 
     Args:
         scores: [B], the reward of each response, placed on its last unmasked token.
-        values, logprobs: [B, T], or packed [total] with `cu_seqlens`: the rollout policy's.
+        values, logprobs: [B, T], or packed [total] with `cu_seqlens`, at the time of the rollout.
         ref_logprobs: the same shape, or None for no KL (kl_coef must then be 0).
-        mask: the same shape, bool, True on response tokens.
-        kl_coef: β of the shaped reward −β·KL_t. kl_estimator: k1, k2 or k3.
+        mask: bool, the same shape, True on response tokens.
+        kl_coef: β of the shaped reward −β·KL_t.
+        kl_estimator: "k1", "k2" or "k3".
         gamma, lam, bootstrap, cu_seqlens, backend: see `gae`.
         whiten, shift_mean: see the function `whiten`. Returns are never whitened.
-        score_clip: clamp scores to ±score_clip first.
-        token_rewards: shaped like values, added to the shaped rewards.
+        score_clip: a bound to which scores are clamped first, ±score_clip.
+        token_rewards: rewards shaped like values, which are added to the shaped rewards.
         reduce_moments: a function from the moments (count, Σx, Σx²), fp64 [3], to those of the
             global batch, for example an all-reduce.
 
     Returns:
-        Advantages(advantages, returns, kl).
+        Advantages: advantages, returns and kl.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes, devices or options.
+        ValueError, TypeError: shapes, dtypes, devices or options are inconsistent.
 
     Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
     """
     scalars.boolean("whiten", whiten)
     scalars.boolean("shift_mean", shift_mean)
     arguments.tensor("mask", mask, dtypes=(torch.bool,))
-    trajectory, batch = arguments.trajectory(
+    trajectory, batch = _trajectory(
         values,
         rewards=token_rewards,
         mask=mask,
@@ -127,7 +128,7 @@ def compute_advantages(
         rewards_name="token_rewards",
     )
     arguments.tensor("scores", scores, shape=(batch,), like=values, wants="one per sequence")
-    arguments.check_scores(scores, mask, cu_seqlens)
+    _check_scores(scores, mask, cu_seqlens)
     arguments.tensor("logprobs", logprobs, shape=values.shape, like=values)
     arguments.check_values("values", values, mask)
     arguments.check_values("logprobs", logprobs, mask)
@@ -151,7 +152,7 @@ def compute_advantages(
             kl_estimator=kl_estimator,
             score_clip=score_clip,
         ),
-        discounts=arguments.discounts(gamma, lam, batch=batch, like=values),
+        discounts=_discounts(gamma, lam, batch=batch, like=values),
         backend=backend,
     )
     advantages = shaped.advantages
@@ -175,15 +176,16 @@ def whiten(
     moments: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`(x − mean)·rsqrt(var + 1e-8)` over the mask, var with Bessel's correction.
+    """Return `(x − mean)·rsqrt(var + 1e-8)` over the mask, var with Bessel's correction.
 
     Args:
-        x: (...) any float dtype; mask: (...) bool or None.
+        x: (...) of any float dtype.
+        mask: (...) bool, or None.
         shift_mean: False adds the mean back: (x − mean)·rsqrt(var + 1e-8) + mean.
         moments: (count, Σx, Σx²), fp64 [3], of a larger batch that includes x.
 
     Returns:
-        (...) fp32, 0 where masked.
+        Tensor (...) fp32, 0 where masked.
 
     Source: Ziegler et al. 2019 (their code's `whiten`).
     """
@@ -200,3 +202,87 @@ def whiten(
         shift_mean=shift_mean,
         backend=arguments.choose_backend(backend, x),
     )
+
+
+# ---------------------------------------------------------------------------- checks of arguments
+
+
+def _check_scores(scores: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Refuse NaN, and scores of responses without a token, if FASTPPO_CHECK_VALUES=1."""
+    if not arguments.values_are_checked():
+        return
+    arguments.check_values("scores", scores)
+    if cu_seqlens is None:
+        lengths = mask.sum(-1)
+    else:
+        lengths = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    lost = ((lengths == 0) & (scores != 0)).nonzero().tolist()
+    if lost:
+        raise ValueError(f"scores{lost[0]} is lost: mask has no token of its response")
+
+
+def _trajectory(
+    values: Tensor,
+    *,
+    rewards: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    bootstrap: Tensor | None,
+    rewards_name: str = "rewards",
+) -> tuple[Trajectory, int]:
+    """Check a trajectory, and return it detached with its number of sequences B."""
+    batch = _sequences(values, mask, cu_seqlens)
+    if rewards is not None:
+        rewards = arguments.tensor(rewards_name, rewards, shape=values.shape, like=values).detach()
+    if bootstrap is not None:
+        bootstrap = arguments.tensor("bootstrap", bootstrap, shape=(batch,), like=values).detach()
+    return Trajectory(values.detach(), rewards, mask, cu_seqlens, bootstrap), batch
+
+
+def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> int:
+    """Check the layout of values, and return the number of sequences B."""
+    arguments.tensor("values", values)
+    if mask is not None:
+        arguments.tensor("mask", mask, shape=values.shape, like=values, dtypes=(torch.bool,))
+    if cu_seqlens is None:
+        if values.dim() != 2:
+            raise ValueError(
+                "values must be [B, T], or packed [total] with cu_seqlens, "
+                f"got {list(values.shape)}"
+            )
+        return values.shape[0]
+    if values.dim() != 1:
+        raise ValueError(f"with cu_seqlens values must be packed [total], got {list(values.shape)}")
+    arguments.check_cu_seqlens(cu_seqlens, values.numel(), like=values)
+    return cu_seqlens.shape[0] - 1
+
+
+def _discounts(
+    gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: Tensor
+) -> Discounts:
+    """Check γ and λ: each is a number in [0, 1], or [B], one per sequence."""
+    per_sequence = {}
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if isinstance(value, Tensor):
+            value = value.detach()
+            value = value.expand(batch) if value.dim() == 0 else value
+            arguments.tensor(name, value, shape=(batch,), like=like, wants="one per sequence")
+            _check_unit_interval(name, value)
+            per_sequence[name] = value
+        elif not 0 <= scalars.number(name, value) <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {scalars.describe(value)}")
+    return Discounts(
+        gamma=0.0 if isinstance(gamma, Tensor) else float(gamma),
+        lam=0.0 if isinstance(lam, Tensor) else float(lam),
+        gammas=per_sequence.get("gamma"),
+        lams=per_sequence.get("lam"),
+    )
+
+
+def _check_unit_interval(name: str, x: Tensor) -> None:
+    """Check that values are in [0, 1], if reading them is free."""
+    if arguments.values_are_free(x):
+        least = x.min().item()
+        most = x.max().item()
+        if not 0 <= least <= most <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got values from {least} to {most}")

@@ -1,11 +1,11 @@
 """Autograd functions of the losses and of the tokens' statistics.
 
-PPO's gradient is computed in the forward pass, and the backward pass scales it (`PPOLossFunction`).
-The gradients of statistics depend on incoming gradients, so their backward pass reads the logits
-again, or recomputes them.
+The forward pass of PPO's loss computes the gradient, and the backward pass scales it
+(`PPOLossFunction`). The gradients of statistics depend on incoming gradients, so their backward
+pass reads the logits again, or recomputes them.
 
-fp16 needs its loss scale, which is known only in the backward pass, before rounding to fp16:
-`fastppo.functional.losses` therefore uses the statistics for fp16 logits and hidden states.
+An fp16 gradient must be multiplied by the loss scale before it is rounded, and the scale is known
+only in the backward pass. `fastppo.functional.losses` therefore uses the statistics for fp16.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fastppo.functional import operators
 
 
 class PPOLossFunction(torch.autograd.Function):
-    """PPO's loss with precomputed gradients.
+    """Return PPO's loss, whose gradients are already known.
 
-    `gradients` has an entry for each of the `inputs`, None without a gradient. The inputs are the
-    logits, or a projection's hidden states, weight and bias.
+    `gradients` has an entry for each of the `inputs`: a tensor, or None without a gradient. The
+    inputs are the logits, or a projection's hidden states, weight and bias.
     """
 
     @staticmethod
@@ -78,7 +78,10 @@ def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
 
 
 class TokenStatisticsFunction(torch.autograd.Function):
-    """(logprobs, entropy, full KL), differentiable in the logits; backward reads them again."""
+    """Compute (logprobs, entropy, full KL), differentiable in the logits.
+
+    The backward pass reads the logits again.
+    """
 
     @staticmethod
     def forward(
@@ -116,8 +119,10 @@ class TokenStatisticsFunction(torch.autograd.Function):
 
 
 class LinearTokenStatisticsFunction(torch.autograd.Function):
-    """(logprobs, entropy, full KL), differentiable in hidden, weight and bias; backward recomputes
-    the logits."""
+    """Compute (logprobs, entropy, full KL), differentiable in hidden, weight and bias.
+
+    The backward pass recomputes the logits.
+    """
 
     @staticmethod
     def forward(

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 def head_weight(lm_head: nn.Module) -> Tensor:
     """Return the weight [V, H] of an lm-head with its adapters merged in.
 
-    For `linear_ppo_loss` and the other functions of hidden states: PEFT stores adapters next to a
-    layer's `.weight`, so `lm_head.weight` is only the frozen matrix. Gradients reach the adapters
-    (LoRA, DoRA), and a fully trained head (`modules_to_save`).
+    `linear_ppo_loss` and the other functions of hidden states need it, because PEFT stores adapters
+    next to a layer's `.weight`: `lm_head.weight` is only the frozen matrix. Gradients reach the
+    adapters (LoRA, DoRA), and a fully trained head (`modules_to_save`).
 
     Args:
         lm_head: `nn.Linear`, or PEFT's wrapper of one.
 
     Returns:
-        [V, H]: without adapters, the weight itself; otherwise W + Σ scale·B·A of the active
+        Tensor [V, H]: the weight itself without adapters. Otherwise W + Σ scale·B·A of the active
         adapters in W's dtype, with rows scaled to DoRA's magnitudes.
 
     Raises:
-        TypeError: another kind of module, or an adapter without a single weight: dropout in
-            training mode, a bias, another variant of LoRA.
+        TypeError: the module is of another kind, or an adapter has no single weight because of
+            dropout in training mode, a bias, or another variant of LoRA.
     """
     reason = why_no_weight(lm_head)
     if reason is not None:

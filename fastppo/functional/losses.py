@@ -3,13 +3,13 @@
     loss = Σ_t w_t · ( policy_t · importance_weight_t + kl_coef·KL_t − entropy_coef·entropy_t )
 
 `ppo_loss` takes logits and reads them once. `linear_ppo_loss` takes hidden states and the lm-head's
-weight, and holds only a chunk of the logits at a time. Both are stateless. Both put their arguments
-into records (`arguments.loss_operands`) and share `_loss`; they differ in `_Logits` and
-`_HiddenStates`.
+weight, and holds only a chunk of the logits at a time. Both are stateless. `LossKeywords` declares
+the keywords of both, and `loss_operands` checks them. Both share `_loss`, and differ in the source
+of their logprobs: `_Logits` and `_HiddenStates`.
 
 `policy_t` is PPO's clipped term, or the one selected by `objective`: CISPO, SAPO, GSPO, SAO's
-double-sided mask, or DPPO's divergence masks. `T` is the temperature, `z` the logits after
-`logit_scale` and soft-capping, and
+double-sided mask, or DPPO's divergence masks. With `T` the temperature and `z` the logits after
+`logit_scale` and soft-capping:
 
     logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
     ratio   = exp(clamp(logprob − old_logprob, −20, 20))
@@ -18,8 +18,7 @@ double-sided mask, or DPPO's divergence masks. `T` is the temperature, `z` the l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 import torch
 from fastppo_kernels import definition, records
@@ -37,13 +36,26 @@ from fastppo_kernels.records import (
 from torch import Tensor
 
 from fastppo.functional import arguments, operators, scalars, user_functions
-from fastppo.functional.arguments import CUSTOM, LossOperands
 from fastppo.functional.gradients import (
     LinearTokenStatisticsFunction,
     PPOLossFunction,
     TokenStatisticsFunction,
 )
-from fastppo.functional.other_names import explain_unknown_keywords
+from fastppo.functional.loss_keywords import (
+    CUSTOM,
+    OBJECTIVES,
+    LossKeywords,
+    with_loss_keywords,
+)
+from fastppo.functional.loss_operands import LossOperands, loss_operands
+from fastppo.functional.operands import (
+    choose_gemm,
+    gradients_wanted,
+    needs_gradient,
+    projection,
+    ref_projection,
+    rows_view,
+)
 
 NO_GRADIENTS = GradientsWanted(hidden=False, weight=False, bias=False)
 
@@ -52,18 +64,21 @@ class PPOLoss(NamedTuple):
     """Result of `ppo_loss` and `linear_ppo_loss`."""
 
     loss: Tensor
-    """() fp32, differentiable."""
+    """The loss, () fp32, differentiable."""
     logprobs: Tensor
-    """(...) fp32, nats, detached, 0 where masked, as are `entropy` and `kl`."""
+    """Logprobs of the tokens, (...) fp32 in nats, detached, 0 where masked."""
     entropy: Tensor
+    """Entropies, like `logprobs`."""
     kl: Tensor
+    """KL to the reference, like `logprobs`."""
     sums: Tensor
-    """The sums behind the metrics. `combine_sums` adds those of several calls."""
+    """Sums behind the metrics. `combine_sums` adds those of several calls."""
     objective: str = "clip"
+    """Name of the objective, which `loss_metrics` needs."""
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached 0-d tensors on the device, computed on access; see `loss_metrics`."""
+        """Metrics as detached 0-d tensors on the device, computed on access: `loss_metrics`."""
         return loss_metrics(self.sums, self.objective)
 
 
@@ -74,10 +89,11 @@ def combine_sums(total: Tensor, part: Tensor) -> Tensor:
         total, part: `PPOLoss.sums`, or results of this function.
 
     Returns:
-        A tensor of the same shape and dtype: the sums added, and the larger of the largest ratios.
+        Tensor of the same shape and dtype, with the sums added and the larger of the largest
+        ratios.
 
     Raises:
-        ValueError, TypeError: wrong shape, or different dtypes or devices.
+        ValueError, TypeError: a shape is wrong, or dtypes or devices differ.
     """
     _check_sums("total", total)
     arguments.tensor("part", part, shape=total.shape, like=total, dtypes=(total.dtype,))
@@ -97,14 +113,14 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     the clip (for `cispo` and `dis`: outside the range, whatever their advantage; for `custom`, a
     function: with an advantage and no gradient); `dual_clip_fraction`; the shares
     `ratio_{above,below}_{positive,negative}` of tokens beyond the clip range, by the advantage's
-    sign (for `dppo_tv` and `dppo_kl`, tokens beyond the divergence); and `effective_sample_size`,
+    sign (for `dppo_tv` and `dppo_kl`: beyond the divergence); and `effective_sample_size`,
     (Σr)²/(n·Σr²) in (0, 1]. Under `gspo` the ratio is that of the sequence, except in `approx_kl`.
 
     Raises:
-        ValueError, TypeError: wrong shape or dtype of `sums`, or an unknown objective.
+        ValueError, TypeError: `sums` has a wrong shape or dtype, or the objective is unknown.
     """
     _check_sums("sums", sums)
-    arguments.choice("objective", objective, (*arguments.OBJECTIVES, CUSTOM))
+    scalars.choice("objective", objective, (*OBJECTIVES, CUSTOM))
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
     clipped = part.above_positive + part.below_negative
@@ -132,7 +148,7 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------- loss from logits
 
 
-@explain_unknown_keywords
+@with_loss_keywords
 def ppo_loss(
     logits: Tensor,
     tokens: Tensor,
@@ -140,101 +156,53 @@ def ppo_loss(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
-    objective: str | Callable[..., Tensor] = "clip",
-    clip_ratio: float | tuple[float, float] | None = 0.2,
-    dual_clip: float | None = None,
-    sapo_tau: tuple[float, float] | None = None,
-    cu_seqlens: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
     ref_logits: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    kl_ratio_weighted: bool = False,
-    entropy_coef: float = 0.0,
-    temperature: float | Tensor = 1.0,
-    importance_weights: Tensor | None = None,
-    aggregation: str = "token-mean",
-    denominator: float | Tensor | None = None,
-    weights: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
     inplace: bool = False,
-    backend: str = "auto",
+    **keywords: Unpack[LossKeywords],
 ) -> PPOLoss:
-    """Clipped PPO loss, entropy and KL in one pass over the logits.
+    """Compute PPO's clipped loss, the entropy and the KL in one pass over the logits.
 
         loss_t = −min(r_t·A_t, clip(r_t, 1−ε_low, 1+ε_high)·A_t)·importance_weight_t
                  + kl_coef·KL_t − entropy_coef·H_t
 
     Args:
-        logits: (..., V) bf16, fp16, fp32 or fp64, dense last axis; row t predicts tokens[t].
-            Accumulated in fp32 (fp64 for fp64). `logits[:, :-1]` is not copied.
+        logits: (..., V) bf16, fp16, fp32 or fp64 with a dense last axis. Row t predicts tokens[t].
+            Sums are in fp32 (fp64 for fp64). `logits[:, :-1]` is not copied.
         tokens: (...) int64, the sampled tokens. Masked entries are ignored.
         old_logprobs: (...) nats, at the same temperature. No gradient.
         advantages: (...), one per token. No gradient.
         mask: (...) bool, True on response tokens. Masked tokens add no loss and no gradient.
-        objective: "clip", PPO's; "cispo", the detached clipped ratio times the logprob; "sapo", a
-            soft gate; "gspo", "clip" with the sequence's ratio; "dis", the detached ratio times the
-            logprob, and nothing outside the clip range; "dppo_tv" and "dppo_kl", the same product,
-            and nothing once the token's probability has moved with its advantage by more than a
-            divergence; or a user-defined function, see below.
-        clip_ratio: ε, (ε_low, ε_high), or None for no clipping. Ignored by "sapo" and functions.
-            For "dppo_tv" a bound of |p − q|, for "dppo_kl" one of the binary KL(q‖p) in nats, with
-            the token's probabilities p and, under the old policy, q.
-        dual_clip: c > 1 bounds the loss by −c·A where A < 0 (Ye et al. 2020). For "clip" and
-            "gspo".
-        sapo_tau: the gate's temperatures for A > 0 and for A ≤ 0. Default: (1, 1.05).
-        cu_seqlens: [B + 1] int32 or int64, the start of each sequence in the flattened tokens, and
-            N. For "gspo" and functions; by default the last axis runs along a sequence.
-        ref_logprobs: (...) nats, for the k1, k2 and k3 estimators of the KL to the reference.
-        ref_logits: (..., V), for `kl_estimator="full"`. The sampled estimators take the tokens'
-            logprobs from it if `ref_logprobs` is missing. No gradient.
-        kl_coef: weight of the KL in the loss. The KL is reported whenever a reference is given.
-        kl_estimator: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d with d = logprob − ref_logprob; or
-            full.
-        kl_ratio_weighted: use kl_coef·r_t·KL_t, with the gradient through both factors, which makes
-            k1 and k3 unbiased for tokens of π_old. The reported KL is not weighted.
-        entropy_coef: weight of the entropy bonus.
-        temperature: a number > 0, or (...), one per token.
-        importance_weights: (...), factors of the policy term (correction for the sampler's
-            logprobs).
-        aggregation, denominator: see `aggregation_weights`.
-        weights: (...), the weight of each token; replaces aggregation and denominator.
-        logit_scale, softcap: z = logit_scale·x, then softcap·tanh(z/softcap).
-        inplace: write the gradient over the logits' memory, which saves one copy of it. Backward
-            may run only once. For the output of an operation, such as an lm-head: a leaf's `.grad`
-            would share its memory. Not for fp16.
-        backend: "auto", "triton", "cpu", or "torch" (the definition, slow).
-
-    A function as `objective` is called as `objective(logprobs, old_logprobs, advantages, mask)`
-    with flattened tensors [N], and returns the minimized term of each token, [N]. It may name
-    `entropy`, `ref_logprobs`, `importance_weights` and `cu_seqlens` too. It is differentiated by
-    autograd in `logprobs` and `entropy`. The importance weights multiply its result unless it names
-    them; KL, entropy bonus and aggregation are added as for the others.
+        ref_logits: (..., V), the reference's logits, for `kl_estimator="full"`. The sampled
+            estimators take the tokens' logprobs from it if `ref_logprobs` is missing. No gradient.
+        inplace: whether to write the gradient over the logits, which saves the memory of one copy.
+            Backward may then run only once. The logits must be the output of an operation, such as
+            an lm-head, because a leaf's `.grad` would share its memory, and must not be fp16.
+        keywords: `LossKeywords`, listed at the end.
 
     Returns:
-        PPOLoss: loss () fp32, differentiable in the logits; logprobs, entropy, kl (...) fp32, nats,
-        detached, 0 where masked; metrics, 0-d tensors on the device.
+        PPOLoss: the loss, () fp32, differentiable in the logits; logprobs, entropy and KL of the
+        tokens, (...) fp32 in nats, detached, 0 where masked; and metrics, 0-d tensors on the
+        device.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
-            vocabulary (checked on a CPU, or anywhere with FASTPPO_CHECK_VALUES=1); NaN or a
-            positive logprob (checked with FASTPPO_CHECK_VALUES=1); a DTensor. Values of a
-            temperature or denominator tensor are checked only on a CPU.
+        ValueError, TypeError: shapes, dtypes, devices or options are inconsistent; a token is
+            outside the vocabulary (checked on a CPU, or anywhere with FASTPPO_CHECK_VALUES=1);
+            there is a NaN or a positive logprob (checked with FASTPPO_CHECK_VALUES=1); a tensor is
+            a DTensor. Values of a temperature or denominator tensor are checked only on a CPU.
 
-    Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
-    ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1. Objectives: MiniMax 2025 (CISPO,
+    Source: Schulman et al. 2017, eq. 7 and 9. The KL estimators: Schulman 2020. Their product with
+    the ratio: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1. Objectives: MiniMax 2025 (CISPO,
     arXiv:2506.13585), Gao et al. 2025 (SAPO, arXiv:2511.20347), Zheng et al. 2025 (GSPO-token,
     arXiv:2507.18071, eq. 13 and 14), Hou et al. 2026 (the mask of SAO, arXiv:2607.07508), Qi et al.
     2026 (DPPO, arXiv:2602.04879, eq. 11 to 14).
     """
-    rows = arguments.rows_view("logits", logits)
+    rows = rows_view("logits", logits)
     scalars.boolean("inplace", inplace)
     ref = None
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
-        ref = _Logits(arguments.rows_view("ref_logits", ref_logits.detach()))
-    operands = arguments.loss_operands(
+        ref = _Logits(rows_view("ref_logits", ref_logits.detach()))
+    operands = loss_operands(
         like=logits,
         shape=logits.shape[:-1],
         has_ref=ref is not None,
@@ -242,26 +210,9 @@ def ppo_loss(
         old_logprobs=old_logprobs,
         advantages=advantages,
         mask=mask,
-        objective=objective,
-        clip_ratio=clip_ratio,
-        dual_clip=dual_clip,
-        sapo_tau=sapo_tau,
-        cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
-        entropy_coef=entropy_coef,
-        temperature=temperature,
-        importance_weights=importance_weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        weights=weights,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        backend=backend,
+        keywords=keywords,
     )
-    need_grad = arguments.needs_gradient(logits)
+    need_grad = needs_gradient(logits)
     if inplace and need_grad:
         _check_inplace(logits)
     out = _loss(_Logits(rows, need_grad, inplace and need_grad), ref, operands)
@@ -294,7 +245,7 @@ def _check_inplace(logits: Tensor) -> None:
 # ------------------------------------------------------------------------- loss from hidden states
 
 
-@explain_unknown_keywords
+@with_loss_keywords
 def linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -305,63 +256,47 @@ def linear_ppo_loss(
     *,
     bias: Tensor | None = None,
     chunk_size: int | None = None,
-    objective: str | Callable[..., Tensor] = "clip",
-    clip_ratio: float | tuple[float, float] | None = 0.2,
-    dual_clip: float | None = None,
-    sapo_tau: tuple[float, float] | None = None,
-    cu_seqlens: Tensor | None = None,
-    ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    kl_ratio_weighted: bool = False,
-    entropy_coef: float = 0.0,
-    temperature: float | Tensor = 1.0,
-    importance_weights: Tensor | None = None,
-    aggregation: str = "token-mean",
-    denominator: float | Tensor | None = None,
-    weights: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    backend: str = "auto",
+    **keywords: Unpack[LossKeywords],
 ) -> PPOLoss:
-    """`ppo_loss(hidden @ weight.T + bias, ...)` with only a chunk of the logits in memory.
+    """Compute `ppo_loss(hidden @ weight.T + bias, ...)` with only a chunk of logits in memory.
 
     `chunk_size` rows of logits at a time are computed and replaced by their gradient, which gives
-    the gradients of hidden and weight: 6·N·H·V FLOP, against 8·N·H·V with recomputed logits. Masked
-    rows never reach the head. (Counting them synchronizes once with a GPU. In a graph capture and
-    under `torch.compile` they pass with weight 0.) On a CPU, rows with a zero gradient skip the
-    last two GEMMs.
-
-    Args:
-        hidden: (..., H), the final hidden states; row t predicts tokens[t].
-        weight: [V, H], the lm-head's weight or the tied embedding. Its gradient is accumulated in
-            fp32 and cast once; `requires_grad=False` skips it. With LoRA adapters on the lm-head,
-            pass `head_weight(model.lm_head)`: `.weight` lacks them.
-        bias: [V] or None.
-        chunk_size: rows of logits in memory. Default: all rows up to 512 MiB of bf16 on a GPU, or
-            32 MiB of fp32 on a CPU; beyond that an eighth of the rows, 1024 to 4096, on a GPU, and
-            a quarter, 384 to 512, on a CPU.
-        ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
-            bias, for `kl_estimator="full"` or in place of `ref_logprobs`. No gradient.
-        The other keywords are those of `ppo_loss`.
+    the gradients of hidden and weight in 6·N·H·V FLOP, against 8·N·H·V with recomputed logits.
+    Masked rows never reach the head. (Counting them synchronizes once with a GPU. In a graph
+    capture and under `torch.compile` they pass with weight 0.) On a CPU, rows with a zero gradient
+    skip the last two GEMMs.
 
     Under autocast the GEMMs run in the autocast dtype, otherwise in the dtype of `hidden`. In fp16
     the gradient needs the loss scale, so backward recomputes the logits, and `kl_estimator="full"`
-    is not supported. The same goes for a function as `objective`.
+    is not supported. The same holds for a function as `objective`.
+
+    Args:
+        hidden: (..., H), the final hidden states. Row t predicts tokens[t].
+        weight: [V, H], the lm-head's weight or the tied embedding. Its gradient is accumulated in
+            fp32 and cast once; `requires_grad=False` skips it. With LoRA adapters on the lm-head,
+            pass `head_weight(model.lm_head)`, because `.weight` lacks them.
+        tokens, old_logprobs, advantages, mask: see `ppo_loss`.
+        bias: [V] or None.
+        chunk_size: the number of rows of logits in memory. The default is all rows up to 512 MiB
+            of bf16 on a GPU, or 32 MiB of fp32 on a CPU. Beyond that it is an eighth of the rows,
+            1024 to 4096, on a GPU, and a quarter, 384 to 512, on a CPU.
+        ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
+            bias, for `kl_estimator="full"` or in place of `ref_logprobs`. No gradient.
+        keywords: `LossKeywords`, listed at the end.
 
     Returns:
-        PPOLoss as of `ppo_loss`, differentiable in hidden, weight and bias.
+        PPOLoss: as of `ppo_loss`, differentiable in hidden, weight and bias.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a DTensor.
+        ValueError, TypeError: see `ppo_loss`.
     """
-    head = arguments.projection(hidden, weight, bias)
-    ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
-    gemm = arguments.gemm(chunk_size, hidden)
-    operands = arguments.loss_operands(
+    head = projection(hidden, weight, bias)
+    ref = ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
+    gemm = choose_gemm(chunk_size, hidden)
+    operands = loss_operands(
         like=hidden,
         shape=hidden.shape[:-1],
         has_ref=ref is not None,
@@ -369,47 +304,32 @@ def linear_ppo_loss(
         old_logprobs=old_logprobs,
         advantages=advantages,
         mask=mask,
-        objective=objective,
-        clip_ratio=clip_ratio,
-        dual_clip=dual_clip,
-        sapo_tau=sapo_tau,
-        cu_seqlens=cu_seqlens,
-        ref_logprobs=ref_logprobs,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_ratio_weighted=kl_ratio_weighted,
-        entropy_coef=entropy_coef,
-        temperature=temperature,
-        importance_weights=importance_weights,
-        aggregation=aggregation,
-        denominator=denominator,
-        weights=weights,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        backend=backend,
+        keywords=keywords,
     )
-    wanted = arguments.gradients_wanted(head)
+    wanted = gradients_wanted(head)
     compact = mask is not None and _host_may_wait(hidden)
     source = _HiddenStates(head, gemm, compact, wanted)
-    if source.is_fp16 and ref is not None and kl_estimator == "full":
-        raise ValueError(
-            "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
-            "gradient would underflow; ppo_loss on the logits takes float16"
-        )
-    if operands.function is not None and ref is not None and kl_estimator == "full":
-        raise ValueError(
-            "kl_estimator='full' is fused with the built-in objectives: with a function, use "
-            "another estimator, or ppo_loss on the logits"
-        )
+    if ref is not None and operands.objective.kl_estimator == "full":
+        if source.is_fp16:
+            raise ValueError(
+                "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
+                "gradient would underflow; ppo_loss on the logits takes float16"
+            )
+        if operands.function is not None:
+            raise ValueError(
+                "kl_estimator='full' is fused with the built-in objectives: with a function, use "
+                "another estimator, or ppo_loss on the logits"
+            )
     out = _loss(source, None if ref is None else _HiddenStates(ref, gemm, compact), operands)
     arguments.check_values("hidden and weight, which give the logprobs,", out.logprobs)
     return out
 
 
 def _host_may_wait(hidden: Tensor) -> bool:
-    """Whether the host may wait for a GPU to count unmasked rows.
+    """Return whether the host may wait for a GPU to count unmasked rows.
 
-    Not in a CUDA-graph capture, nor under torch.compile, whose graphs may be captured.
+    It must not in the capture of a CUDA graph, nor under torch.compile, whose graphs may be
+    captured.
     """
     if torch.compiler.is_compiling():
         return False
@@ -478,15 +398,13 @@ class _Logits(NamedTuple):
 
 
 class _HiddenStates(NamedTuple):
-    """Hidden states and lm-head as the input of a loss.
-
-    compact: leave rows of weight 0 out of the GEMMs. Otherwise they are read as zeros, because
-    0·NaN would reach the weight's gradient.
-    """
+    """Hidden states and lm-head as the input of a loss."""
 
     head: Projection
     gemm: Gemm
     compact: bool
+    """Leave rows of weight 0 out of the GEMMs. Otherwise they are read as zeros, because 0·NaN
+    would reach the weight's gradient."""
     wanted: GradientsWanted = NO_GRADIENTS
 
     @property
@@ -563,7 +481,7 @@ Source = TypeVar("Source", _Logits, _HiddenStates)
 
 
 def _loss(source: Source, ref: Source | None, operands: LossOperands) -> PPOLoss:
-    """The loss of logits or of hidden states, with an optional reference."""
+    """Compute the loss of logits or of hidden states, with an optional reference."""
     if ref is not None and operands.objective.kl_estimator != "full":
         # The sampled estimators need only the reference's logprobs.
         if operands.per_token.ref_logprobs is None:
@@ -599,9 +517,9 @@ def _loss(source: Source, ref: Source | None, operands: LossOperands) -> PPOLoss
 def _loss_of_statistics(
     logprobs: Tensor, entropies: Tensor, full_kl: Tensor | None, operands: LossOperands
 ) -> PPOLoss:
-    """The loss, differentiable in the statistics [N].
+    """Compute the loss, differentiable in the statistics [N].
 
-    In PyTorch on every device: N numbers do not need a kernel.
+    It uses PyTorch on every device, because N numbers do not need a kernel.
     """
     counted = operands.per_token.weights != 0
     loss_operands = operands
@@ -628,9 +546,12 @@ def _loss_of_statistics(
 
 
 def _with_sequence_ratios(operands: LossOperands, logprobs: Tensor) -> LossOperands:
-    """GSPO: replace the old logprobs so that each token's ratio is that of its sequence.
+    """Replace the old logprobs so that each token's ratio is that of its sequence (GSPO).
 
-    The kernels know no sequences. logprobs: [N], of the policy.
+    The kernels know no sequences.
+
+    Args:
+        logprobs: [N], the policy's.
     """
     per_token = operands.per_token
     assert operands.sequence_starts is not None
@@ -641,7 +562,7 @@ def _with_sequence_ratios(operands: LossOperands, logprobs: Tensor) -> LossOpera
 
 
 def _with_token_kl(sums: Tensor, logprobs: Tensor, per_token: PerToken) -> Tensor:
-    """GSPO: the sums with `approx_kl` computed from the old policy's own logprobs."""
+    """Return the sums with `approx_kl` computed from the old policy's true logprobs (GSPO)."""
     difference = per_token.old_logprobs - logprobs
     difference = torch.where(per_token.weights != 0, difference, 0.0)
     sums = sums.clone()
@@ -650,5 +571,5 @@ def _with_token_kl(sums: Tensor, logprobs: Tensor, per_token: PerToken) -> Tenso
 
 
 def _tokens_or_zero(per_token: PerToken) -> Tensor:
-    """The tokens, with 0 in place of masked ones, which may hold anything."""
+    """Return the tokens, with 0 in place of masked ones, which may hold anything."""
     return torch.where(per_token.weights != 0, per_token.tokens, 0)

@@ -1,7 +1,7 @@
-"""Checks of single values: numbers, choices, booleans.
+"""Check single values: numbers, choices, booleans.
 
-Used by the public functions (`arguments`) and by a run's options, which are read before torch is
-imported.
+The public functions and a run's options use these checks. The options are read before torch is
+imported, so this module does not import it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 
 def number(name: str, value: object) -> float:
-    """Check for a Python or NumPy number. Reading a tensor would wait for a GPU."""
+    """Check for a number of Python or NumPy. A tensor is none, since reading it waits for a GPU."""
     if not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     return value  # type: ignore[return-value]
@@ -88,3 +88,21 @@ def check_sapo_tau(tau: Sequence[float]) -> tuple[float, float]:
     finite("sapo_tau", at_least("sapo_tau", positive, 0.0, strictly=True))
     finite("sapo_tau", at_least("sapo_tau", negative, 0.0, strictly=True))
     return float(positive), float(negative)
+
+
+def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, float]:
+    """Return (1 − ε_low, 1 + ε_high) for a number, a pair, or None (infinite: no clipping)."""
+    if clip_ratio is None:
+        return -math.inf, math.inf
+    if isinstance(clip_ratio, (tuple, list)):
+        if len(clip_ratio) != 2:
+            raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {describe(clip_ratio)}")
+        low, high = clip_ratio
+    else:
+        low = clip_ratio
+        high = clip_ratio
+    number("clip_ratio", low)
+    number("clip_ratio", high)
+    if not (low >= 0 and high >= 0):
+        raise ValueError(f"clip_ratio must not be negative, got {describe(clip_ratio)}")
+    return 1.0 - float(low), 1.0 + float(high)

@@ -3,7 +3,7 @@
     logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
     KL      = Σ_j p_j (log p_j − log q_j)     with q the reference's softmax
 
-`T` is the temperature, `z` the logits after `logit_scale` and soft-capping.
+`T` is the temperature, and `z` are the logits after `logit_scale` and soft-capping.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from fastppo_kernels import definition
 from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
 from torch import Tensor
 
-from fastppo.functional import arguments, scalars
+from fastppo.functional import arguments, operands, scalars
 from fastppo.functional.gradients import LinearTokenStatisticsFunction, TokenStatisticsFunction
 
 
 class TokenStats(NamedTuple):
-    """(...) fp32, nats, differentiable; kl is None without a reference."""
+    """Statistics of tokens, (...) fp32 in nats each, differentiable."""
 
     logprobs: Tensor
+    """Logprobs of the tokens."""
     entropy: Tensor
+    """Entropies of the policy."""
     kl: Tensor | None
+    """Exact KL to the reference, or None without one."""
 
 
 def token_stats(
@@ -39,27 +42,27 @@ def token_stats(
     """Return each token's logprob and entropy and, with `ref_logits`, the exact KL(p‖q).
 
     Args:
-        logits: (..., V) bf16, fp16, fp32 or fp64, dense last axis; row t predicts tokens[t].
+        logits: (..., V) bf16, fp16, fp32 or fp64 with a dense last axis. Row t predicts tokens[t].
         tokens: (...) int64.
-        ref_logits: (..., V), with the same temperature, scale and soft-cap. No gradient.
+        ref_logits: (..., V), which get the same temperature, scale and soft-cap. No gradient.
         temperature, logit_scale, softcap, backend: see `ppo_loss`.
 
     Returns:
-        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable. Backward reads the
-        logits again.
+        TokenStats: logprobs, entropy and kl, (...) fp32 in nats, differentiable. The backward pass
+        reads the logits again.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
-            vocabulary.
+        ValueError, TypeError: shapes, dtypes, devices or options are inconsistent, or a token is
+            outside the vocabulary.
     """
-    rows = arguments.rows_view("logits", logits)
+    rows = operands.rows_view("logits", logits)
     shape = logits.shape[:-1]
-    flat_tokens = arguments.token_ids(tokens, shape, logits)
+    flat_tokens = operands.token_ids(tokens, shape, logits)
     ref_rows = None
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
-        ref_rows = arguments.rows_view("ref_logits", ref_logits.detach())
-    softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=logits)
+        ref_rows = operands.rows_view("ref_logits", ref_logits.detach())
+    softmax = operands.softmax(temperature, logit_scale, softcap, shape=shape, like=logits)
     backend = arguments.choose_backend(backend, logits)
     logprobs, entropy, kl = TokenStatisticsFunction.apply(
         rows, flat_tokens, softmax, ref_rows, backend
@@ -78,7 +81,7 @@ def token_logprobs(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`z_y/T − logsumexp(z/T)` per token: (...) fp32, nats, differentiable. See `token_stats`."""
+    """Return each token's logprob, (...) fp32 in nats, differentiable. See `token_stats`."""
     stats = token_stats(
         logits,
         tokens,
@@ -105,30 +108,33 @@ def linear_token_stats(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> TokenStats:
-    """`token_stats` of `hidden @ weight.T + bias` without the `[N, V]` logits in memory.
+    """Return `token_stats` of `hidden @ weight.T + bias` without the `[N, V]` logits in memory.
 
     Args:
-        hidden: (..., H); weight: [V, H]; bias: [V] or None; tokens: (...) int64.
+        hidden: (..., H), the final hidden states.
+        weight: [V, H], the lm-head's weight.
+        tokens: (...) int64.
+        bias: [V] or None.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for the exact KL. No gradient.
-        chunk_size: rows of logits in memory; by default set by a memory budget.
+        chunk_size: the number of rows of logits in memory. By default, a memory budget sets it.
         temperature, logit_scale, softcap, backend: see `ppo_loss`.
 
     Returns:
-        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable in hidden, weight and
-        bias. Under `torch.no_grad()` it costs 2·N·H·V FLOP, and 2·N·H'·V more with a reference. The
-        backward pass recomputes the logits.
+        TokenStats: logprobs, entropy and kl, (...) fp32 in nats, differentiable in hidden, weight
+        and bias. Under `torch.no_grad()` they cost 2·N·H·V FLOP, and 2·N·H'·V more with a
+        reference. The backward pass recomputes the logits.
 
     Raises:
-        ValueError, TypeError: inconsistent shapes, dtypes, devices or options; a token outside the
-            vocabulary; a DTensor.
+        ValueError, TypeError: shapes, dtypes, devices or options are inconsistent, a token is
+            outside the vocabulary, or a tensor is a DTensor.
     """
-    head = arguments.projection(hidden, weight, bias)
-    ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
-    gemm = arguments.gemm(chunk_size, hidden)
+    head = operands.projection(hidden, weight, bias)
+    ref = operands.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
+    gemm = operands.choose_gemm(chunk_size, hidden)
     shape = hidden.shape[:-1]
-    flat_tokens = arguments.token_ids(tokens, shape, hidden)
-    softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=hidden)
+    flat_tokens = operands.token_ids(tokens, shape, hidden)
+    softmax = operands.softmax(temperature, logit_scale, softcap, shape=shape, like=hidden)
     backend = arguments.choose_backend(backend, hidden)
     logprobs, entropy, kl = LinearTokenStatisticsFunction.apply(
         head.hidden, head.weight, head.bias, flat_tokens, softmax, ref, gemm, backend
@@ -151,7 +157,7 @@ def linear_token_logprobs(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Any:
-    """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`.
+    """Return `linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`.
 
     The logits are rounded to the GEMM's dtype before the softmax (bf16 for bf16 or under autocast),
     as in `linear_ppo_loss`, so the ratio of a first update is 1.
@@ -172,7 +178,10 @@ def linear_token_logprobs(
 
 
 def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d with d = logprob − ref_logprob: (...) fp32, nats."""
+    """Estimate the KL of each token, (...) fp32 in nats.
+
+    With d = logprob − ref_logprob: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d.
+    """
     scalars.choice("estimator", estimator, KL_ESTIMATORS)
     arguments.tensor("logprobs", logprobs)
     arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)

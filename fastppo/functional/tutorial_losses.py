@@ -1,11 +1,10 @@
 """The losses of PPO tutorials, from plain tensors: logprobs, values and logits.
 
     policy_loss   Σ w·(−min(ratio·A, clip(ratio)·A))
-    value_loss    Σ w·½(V − R)²
     entropy       the mean entropy
     total_loss    policy_loss + vf_coef·(twice value_loss) − entropy_coef·entropy
 
-The trainer uses this value loss. The weights w are those of `aggregation_weights`.
+The weights w are those of `aggregation_weights`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from fastppo_kernels.records import LOG_RATIO_LIMIT, Objective, accumulation_dty
 from torch import Tensor
 
 from fastppo.functional import arguments, scalars
+from fastppo.functional.aggregation import token_weights
 from fastppo.functional.statistics import token_stats
+from fastppo.functional.value_loss import value_loss
 
 
 def policy_loss(
@@ -37,8 +38,9 @@ def policy_loss(
     """Return the clipped surrogate `Σ w·(−min(ratio·A, clip(ratio)·A))`, a 0-d tensor.
 
     Args:
-        logprobs: (...) nats, differentiable; old_logprobs, advantages: (...). No gradient.
-        The keywords are those of `ppo_loss`.
+        logprobs: (...) nats, differentiable.
+        old_logprobs, advantages: (...). No gradient.
+        mask: (...) bool. The keywords are those of `ppo_loss`.
 
     Source: Schulman et al. 2017, eq. 7.
     """
@@ -47,7 +49,7 @@ def policy_loss(
     for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
         arguments.tensor(name, value, shape=shape, like=logprobs)
     wide = accumulation_dtype(logprobs.dtype)
-    weights = arguments.token_weights(
+    weights = token_weights(
         mask,
         aggregation=aggregation,
         denominator=denominator,
@@ -56,7 +58,7 @@ def policy_loss(
         like=logprobs,
     )
     counted = weights != 0
-    lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
+    lowest_ratio, highest_ratio = scalars.clip_range(clip_ratio)
     objective = Objective(lowest_ratio, highest_ratio, scalars.check_dual_clip(dual_clip))
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
     # Masked entries may hold anything: remove them before the exponential.
@@ -70,97 +72,6 @@ def policy_loss(
     return (torch.where(counted, policy, 0.0) * weights).sum()
 
 
-class ValueLossFunction(torch.autograd.Function):
-    """(Σ w·½(V − R)², the number of tokens with a clipped error), 0-d each.
-
-    The first is twice differentiable in the values. A token whose clipped error is larger has no
-    derivative. Within the clip range both errors are equal. NaN counts as clipped and stays
-    visible.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        returns: Tensor,
-        weights: Tensor,
-        old_values: Tensor | None,
-        clip_ratio: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        wide = accumulation_dtype(values.dtype)
-        wide_values = values.to(wide)
-        wide_returns = returns.to(wide)
-        weights = weights.to(wide)
-        counted = weights != 0
-        error = (wide_values - wide_returns).square()
-        clipped_count = error.new_zeros(())
-        moving_weights = weights  # 0 for clipped values
-        if old_values is not None and clip_ratio is not None:
-            old = old_values.to(wide)
-            change = wide_values - old
-            clipped_values = old + change.clamp(-clip_ratio, clip_ratio)
-            clipped_error = (clipped_values - wide_returns).square()
-            moves = (clipped_error <= error) | (change.abs() <= clip_ratio)
-            error = torch.where(moves, error, clipped_error)
-            clipped_count = (~moves & counted).sum(dtype=wide)
-            moving_weights = weights * moves
-        ctx.save_for_backward(values, returns, moving_weights)
-        ctx.mark_non_differentiable(clipped_count)
-        # Masked entries may hold anything, and 0·NaN is not 0.
-        return 0.5 * torch.where(counted, weights * error, 0.0).sum(), clipped_count
-
-    @staticmethod
-    def backward(ctx: Any, by_loss: Tensor, by_clipped_count: Tensor) -> tuple[Tensor | None, ...]:
-        values, returns, weights = ctx.saved_tensors
-        slope = values.to(weights.dtype) - returns.to(weights.dtype)
-        grad = torch.where(weights != 0, weights * slope * by_loss, 0.0)
-        return grad.to(values.dtype), None, None, None, None
-
-
-def value_loss(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor | None = None,
-    *,
-    old_values: Tensor | None = None,
-    clip_ratio: float | None = None,
-    aggregation: str = "token-mean",
-    denominator: float | Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Return `Σ w·½(V − R)²`, or clipped `Σ w·½max((V−R)², (V_old + clip(V−V_old, ±c) − R)²)`.
-
-    Args:
-        values: (...), differentiable; returns: (...). No gradient.
-        old_values, clip_ratio: (...) and c > 0, in units of the values; clipping needs both.
-        mask, aggregation, denominator, weights: see `ppo_loss` and `aggregation_weights`.
-
-    Returns:
-        () fp32, differentiable in the values; half the value term of `total_loss`.
-
-    Source: Schulman et al. 2017, eq. 9, without the ½; ½ and clipping from OpenAI baselines.
-    """
-    arguments.tensor("values", values)
-    shape = values.shape
-    arguments.tensor("returns", returns, shape=shape, like=values)
-    weights = arguments.token_weights(
-        mask,
-        aggregation=aggregation,
-        denominator=denominator,
-        weights=weights,
-        shape=shape,
-        like=values,
-    )
-    if clip_ratio is not None:
-        scalars.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
-        if old_values is None:
-            raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
-        arguments.tensor("old_values", old_values, shape=shape, like=values)
-        old_values = old_values.detach()
-    loss, _ = ValueLossFunction.apply(values, returns.detach(), weights, old_values, clip_ratio)
-    return loss
-
-
 def entropy(
     logits: Tensor,
     mask: Tensor | None = None,
@@ -172,7 +83,7 @@ def entropy(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the mean entropy of `softmax(z/T)` over unmasked rows of (..., V): 0-d, nats."""
+    """Return the mean entropy of `softmax(z/T)` over unmasked rows of logits (..., V), in nats."""
     arguments.tensor("logits", logits)
     stats = token_stats(
         logits,
@@ -182,7 +93,7 @@ def entropy(
         softcap=softcap,
         backend=backend,
     )
-    weights = arguments.token_weights(
+    weights = token_weights(
         mask,
         aggregation=aggregation,
         denominator=denominator,
@@ -215,12 +126,13 @@ def total_loss(
     """Return `policy_loss + vf_coef·value_loss − entropy_coef·entropy` and its three parts.
 
     Args:
-        logprobs, old_logprobs, advantages, values, returns: (...); logits: (..., V).
+        logprobs, old_logprobs, advantages, values, returns: (...).
+        logits: (..., V).
         vf_coef: factor of the squared error (V − R)², as in the paper; with `value_clip`, of the
             larger of the clipped and unclipped errors. `fastppo.value_loss` is half of it.
 
     Returns:
-        dict of 0-d tensors: total_loss, policy_loss, value_loss (without the ½), entropy;
+        dict[str, Tensor]: total_loss, policy_loss, value_loss (without the ½) and entropy, 0-d,
         differentiable in logprobs, values and logits.
 
     Source: Schulman et al. 2017, eq. 9.

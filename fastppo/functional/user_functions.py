@@ -31,7 +31,7 @@ def name_and_place(function: Callable[..., Any]) -> str:
 
 
 def named_by(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the offered keywords that a function has parameters for, without None."""
+    """Return the offered keywords that a function has parameters for. None is not offered."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {name: value for name, value in offered.items() if value is not None}
@@ -47,7 +47,7 @@ def call_by_name(
     """Call a function with the arguments `first`, and with those of `offered` that it names.
 
     Raises:
-        ValueError: it takes other arguments.
+        ValueError: the function takes other arguments.
     """
     named = named_by(function, offered)
     try:
@@ -64,10 +64,10 @@ def call_by_name(
 def check_per_token(
     option: str, function: Callable[..., Any], name: str, value: Any, like: Tensor
 ) -> Tensor:
-    """Return a function's result in the dtype of `like`.
+    """Check a function's result, and return it in the dtype of `like`.
 
     Raises:
-        ValueError: it is not a float tensor shaped like `like`, [N].
+        ValueError: the result is not a float tensor shaped like `like`, [N].
     """
     got = type(value).__name__
     if isinstance(value, Tensor):
@@ -88,10 +88,12 @@ def token_loss(
     *,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Return a user-defined objective, [N]; `ppo_loss` describes its arguments.
+    """Call a user's objective, and return its loss of each token, [N].
+
+    `ppo_loss` describes the arguments of the objective.
 
     Args:
-        logprobs, entropy: [N], differentiable, 0 where masked.
+        logprobs, entropy: [N], differentiable. They are 0 where masked.
 
     Raises:
         ValueError: the function takes other arguments, or returns something else.

@@ -64,7 +64,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any
     ) -> Tensor:
-        """Return the loss of a microbatch, 0-d."""
+        """Compute the loss of a microbatch, 0-d."""
         images = any(value is not None for name, value in inputs.items() if name in IMAGES)
         if images or not _is_fused(self, inputs):
             return super().compute_loss(model, inputs, *args, **options)

@@ -13,7 +13,7 @@ from fastppo.data.batch import Batch, on_device, spans, split_packed, starts
 from fastppo.data.microbatches import Limits, assign
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
-from fastppo.functional.arguments import aggregation_weights
+from fastppo.functional.aggregation import aggregation_weights
 from fastppo.ppo.trained import Trained
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout

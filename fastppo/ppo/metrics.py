@@ -19,7 +19,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
 from fastppo.environments.tools import OUTCOMES
-from fastppo.functional.arguments import CUSTOM, OBJECTIVES
+from fastppo.functional.loss_keywords import CUSTOM, OBJECTIVES
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic

@@ -23,8 +23,8 @@ from torch import Tensor
 from fastppo.data.batch import Layout
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.tutorial_losses import ValueLossFunction
 from fastppo.functional.user_functions import named_by
+from fastppo.functional.value_loss import ValueLossFunction
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.coefficients import Coefficients

@@ -23,6 +23,7 @@ from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold
 
 COUNTERS = ("iteration", "prompts_seen", "ptx_seen")
 
+
 class RunStoppedError(RuntimeError):
     """A metric crossed a threshold of `stop_if`. Checkpoint, policy and report are written."""
 

@@ -20,7 +20,7 @@ from benchmarks.conformance.adapter import NotOfferedError
 from benchmarks.conformance.differences import DIFFERENCES
 from benchmarks.conformance.fixtures import FOLDER, difference, fixtures
 from benchmarks.conformance.peers import PEERS
-from fastppo.functional import arguments, tutorial_losses
+from fastppo.functional import aggregation, value_loss
 from fastppo.ppo import advantages, kl_control
 
 WRITTEN = ("fixtures.json", "fixtures.safetensors")
@@ -101,8 +101,8 @@ FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
     (definition, "policy_term", "torch.where(advantages < 0, bounded, surrogate)", "surrogate", {"dual-clip"}),
     (definition, "sequence_ratio_logprobs", "total / count.clamp(min=1)", "total", {"gspo", "gspo-uneven"}),
     (definition, "entropy", "    return", "    log_p = (0.7 * log_p).log_softmax(-1)\n    return", {"entropy-temperature"}),
-    (arguments, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
-    (tutorial_losses.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
+    (aggregation, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
+    (value_loss.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
     (ours, "importance", '"sum", lengths', '"mean", lengths', {"weights-sequence-truncate"}),
     (advantages, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
     (kl_control.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),

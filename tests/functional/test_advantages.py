@@ -136,9 +136,9 @@ def test_moments_of_parts_whiten_like_the_whole_batch(ranks: int) -> None:
     parts = [[x[rows] for x in inputs] for rows in rows_by_rank]
     moments: list[Tensor] = []
 
-    def collect(own: Tensor) -> Tensor:
-        moments.append(own)
-        return own
+    def collect(local: Tensor) -> Tensor:
+        moments.append(local)
+        return local
 
     for part in parts:
         fastppo.compute_advantages(*part, kl_coef=0.1, reduce_moments=collect)
@@ -146,7 +146,7 @@ def test_moments_of_parts_whiten_like_the_whole_batch(ranks: int) -> None:
     assert total.dtype == torch.float64
     assert total[0] == mask.sum()
     for rows, part in zip(rows_by_rank, parts, strict=True):
-        actual = fastppo.compute_advantages(*part, kl_coef=0.1, reduce_moments=lambda own: total)
+        actual = fastppo.compute_advantages(*part, kl_coef=0.1, reduce_moments=lambda local: total)
         torch.testing.assert_close(
             actual.advantages, expected.advantages[rows], rtol=1e-6, atol=1e-6
         )
@@ -182,11 +182,9 @@ def test_a_reduction_must_return_the_moments() -> None:
     def in_place(moments: Tensor) -> None:
         moments.mul_(2)
 
-    with pytest.raises(
-        TypeError, match=r"result of reduce_moments must be a torch\.Tensor, got NoneType"
-    ):
+    with pytest.raises(TypeError, match="reduce_moments"):
         fastppo.compute_advantages(*inputs, reduce_moments=in_place)
-    with pytest.raises(ValueError, match=r"result of reduce_moments must have shape \[3\]"):
+    with pytest.raises(ValueError, match="reduce_moments"):
         fastppo.compute_advantages(*inputs, reduce_moments=lambda moments: moments[:2])
     alone = fastppo.compute_advantages(*inputs)
     shared = fastppo.compute_advantages(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
 from fastppo.functional import arguments
-from fastppo.functional.other_names import OTHER_NAMES
+from fastppo.functional.loss_keywords import LossKeywords
+from fastppo.other_names import KEYWORDS
 
 N, V, H = 4, 7, 3
 nan, inf = float("nan"), float("inf")
@@ -70,153 +72,132 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-Row = tuple[dict[str, Any], tuple[str, ...]]
+def wrong(error: type[Exception] = ValueError, /, **changes: Any) -> tuple[Any, ...]:
+    """Wrong arguments, of which the first is at fault, and the type of the exception."""
+    return error, changes
 
 
-def wrong(*words: str, **changes: Any) -> Row:
-    """Wrong arguments, and the words of the message."""
-    return changes, words
-
-
-KL = {"kl_coef": 0.1, "kl_ratio_weighted": True, "ref_logprobs": ZEROS}
+KL = {"kl_coef": 0.1, "ref_logprobs": ZEROS}
 REF_HIDDEN = {"ref_hidden": torch.zeros(N, H)}
 HALF = {"hidden": torch.zeros(N, H).half().requires_grad_(), "weight": torch.zeros(V, H).half()}
+HALF_REF = {"ref_hidden": HALF["weight"][:N], "ref_weight": HALF["weight"]}
+STRIDED = torch.zeros(1, N, 2, V)[..., 0, :].unsqueeze(0)
 
-WRONG: dict[Callable[..., Any], list[Row]] = {
+WRONG: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
     fastppo.ppo_loss: [
         # Tensors: type, dtype, shape, device
-        wrong("old_logprobs", "torch.Tensor", "NoneType", old_logprobs=None),
-        wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
-        wrong("old_logprobs", "[4]", "one per token", "[1]", old_logprobs=torch.zeros(1)),
-        wrong("old_logprobs", "cpu", "meta", old_logprobs=torch.zeros(N, device="meta")),
-        wrong("mask", "bool", "float32", "use mask.bool()", mask=torch.ones(N)),
-        wrong("logits", "(..., V)", "[7]", logits=torch.zeros(V)),
-        wrong("logits", "vocabulary", "[4, 0]", logits=torch.zeros(N, 0)),
-        wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),
-        wrong("ref_logits", "[4, 7]", "[4, 8]", ref_logits=torch.zeros(N, V + 1)),
+        wrong(TypeError, old_logprobs=None),
+        wrong(tokens=torch.zeros(N)),
+        wrong(old_logprobs=torch.zeros(1)),
+        wrong(old_logprobs=torch.zeros(N, device="meta")),
+        wrong(mask=torch.ones(N)),
+        wrong(logits=torch.zeros(V)),
+        wrong(logits=torch.zeros(N, 0)),
+        wrong(logits=torch.zeros(V, N).T),
+        wrong(ref_logits=torch.zeros(N, V + 1)),
         # Objective
-        wrong("objective", "dppo_tv, dppo_kl, gspo", "'grpo'", objective="grpo"),
-        wrong("clip_ratio", "negative", "-0.2", clip_ratio=(0.1, -0.2)),
-        wrong("clip_ratio", "ε", "0.3", clip_ratio=(0.1, 0.2, 0.3)),
-        wrong("clip_ratio", "number", "str", clip_ratio="0.2"),
-        wrong("dual_clip", "> 1", "1.0", dual_clip=1.0),
-        wrong("dual_clip", "'clip' or 'gspo'", "'dis'", objective="dis", dual_clip=3.0),
-        wrong("sapo_tau", "objective='sapo'", "'clip'", sapo_tau=(1.0, 1.0)),
-        wrong("sapo_tau", "A > 0", "(1.0,)", objective="sapo", sapo_tau=(1.0,)),
-        wrong("cu_seqlens", "objective='gspo'", "'clip'", cu_seqlens=ints(2)),
-        wrong("objective='gspo'", "(..., T)", "[4]", objective="gspo"),
-        wrong("cu_seqlens", "from 0 to 4", objective="gspo", cu_seqlens=torch.tensor([0, 3])),
+        wrong(objective="grpo"),
+        wrong(objective="custom"),
+        wrong(clip_ratio=(0.1, -0.2)),
+        wrong(clip_ratio=(0.1, 0.2, 0.3)),
+        wrong(TypeError, clip_ratio="0.2"),
+        wrong(dual_clip=1.0),
+        wrong(dual_clip=3.0, objective="dis"),
+        wrong(sapo_tau=(1.0, 1.0)),
+        wrong(sapo_tau=(1.0,), objective="sapo"),
+        wrong(cu_seqlens=ints(2)),
+        wrong(objective="gspo"),
+        wrong(cu_seqlens=torch.tensor([0, 3]), objective="gspo"),
         # KL and entropy
-        wrong("kl_estimator", "k1, k2, k3, full", "k4", kl_estimator="k4"),
-        wrong("kl_coef", "k3", "ref_logprobs", kl_coef=0.1),
-        wrong("kl_estimator='full'", "ref_logits", kl_coef=0.1, kl_estimator="full"),
-        wrong("kl_ratio_weighted", "'k1' or 'k3'", "'k2'", kl_estimator="k2", **KL),
-        wrong("kl_ratio_weighted", "kl_coef", "other than 0", kl_ratio_weighted=True),
-        wrong("kl_ratio_weighted", "True or False", "1", kl_ratio_weighted=1),
-        wrong("kl_ratio_weighted", "objective='gspo'", objective="gspo", **KL),
-        wrong("kl_coef", "finite", "nan", kl_coef=nan),
-        wrong("entropy_coef", "finite", "inf", entropy_coef=inf),
+        wrong(kl_estimator="k4"),
+        wrong(kl_coef=0.1),
+        wrong(kl_estimator="full", kl_coef=0.1),
+        wrong(kl_ratio_weighted=True, kl_estimator="k2", **KL),
+        wrong(kl_ratio_weighted=True),
+        wrong(TypeError, kl_ratio_weighted=1),
+        wrong(kl_ratio_weighted=True, objective="gspo", **KL),
+        wrong(kl_coef=nan),
+        wrong(entropy_coef=inf),
         # Softmax
-        wrong("temperature", "> 0", "0.0", temperature=0.0),
-        wrong("temperature", "[4]", "[4, 1]", temperature=torch.ones(N, 1)),
-        wrong("temperature must be finite and > 0, got values", temperature=ONE_IS_NAN),
-        wrong("logit_scale", "> 0", "0.0", logit_scale=0.0),
-        wrong("softcap", "> 0", "-30.0", softcap=-30.0),
+        wrong(temperature=0.0),
+        wrong(temperature=torch.ones(N, 1)),
+        wrong(temperature=ONE_IS_NAN),
+        wrong(logit_scale=0.0),
+        wrong(softcap=-30.0),
         # Weights
-        wrong("aggregation", "token-mean", "mean", aggregation="mean"),
-        wrong("aggregation", "(..., T)", "[4]", aggregation="seq-mean-token-sum"),
-        wrong("denominator", "> 0", "0.0", denominator=0.0),
-        wrong("denominator must be", denominator=torch.tensor(-1.0)),
-        wrong("weights", "denominator", weights=torch.ones(N), denominator=2.0),
+        wrong(aggregation="mean"),
+        wrong(aggregation="seq-mean-token-sum"),
+        wrong(denominator=0.0),
+        wrong(denominator=torch.tensor(-1.0)),
+        wrong(weights=torch.ones(N), denominator=2.0),
         # The rest
-        wrong("backend", "auto", "triton", "cpu", "torch", "cuda", backend="cuda"),
-        wrong("inplace must be True or False, got 'no'", inplace="no"),
+        wrong(backend="cuda"),
+        wrong(TypeError, inplace="no"),
+        wrong(inplace=True, logits=torch.zeros(N, V).half().requires_grad_()),
         wrong(
-            "inplace=True needs bfloat16, float32 or float64 logits, got float16",
-            logits=torch.zeros(N, V).half().requires_grad_(),
             inplace=True,
-        ),
-        wrong(
-            "inplace=True needs logits that collapse to [N, V] or [B, T, V]",
-            logits=torch.zeros(1, N, 2, V)[..., 0, :].unsqueeze(0).requires_grad_(),
+            logits=STRIDED.requires_grad_(),
             tokens=ints(1, 1, N),
             old_logprobs=torch.zeros(1, 1, N),
             advantages=torch.zeros(1, 1, N),
-            inplace=True,
         ),
     ],
     fastppo.linear_ppo_loss: [
-        wrong("hidden", "(..., H)", "[3]", hidden=torch.zeros(H)),
-        wrong("weight", "[V, H]", "[3]", weight=torch.zeros(H)),
-        wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
-        wrong("bias", "[7]", "[3]", bias=torch.zeros(H)),
-        wrong("weight", "float64", hidden=torch.zeros(N, H).double()),
-        wrong("chunk_size", "int", "float", chunk_size=1.5),
-        wrong("chunk_size", ">= 1", "0", chunk_size=0),
-        wrong("ref_hidden", "ref_weight", "together", **REF_HIDDEN),
-        wrong("ref_bias", "ref_hidden", "None", ref_bias=torch.zeros(V)),
-        wrong("ref_weight", "V = 7", "[8, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V + 1, H)),
+        wrong(hidden=torch.zeros(H)),
+        wrong(weight=torch.zeros(H)),
+        wrong(weight=torch.zeros(V, H + 1)),
+        wrong(bias=torch.zeros(H)),
+        wrong(weight=torch.zeros(V, H).double()),
+        wrong(chunk_size=0),
+        wrong(**REF_HIDDEN),
+        wrong(ref_bias=torch.zeros(V)),
+        wrong(ref_weight=torch.zeros(V + 1, H), **REF_HIDDEN),
+        wrong(kl_estimator="full", kl_coef=0.1, **HALF, **HALF_REF),
         wrong(
-            "kl_estimator='full'",
-            "float16",
-            "bfloat16",
-            **HALF,
-            ref_hidden=torch.zeros(N, H).half(),
-            ref_weight=torch.zeros(V, H).half(),
             kl_estimator="full",
             kl_coef=0.1,
+            objective=lambda *operands: operands[0],
+            **REF_HIDDEN,
+            ref_weight=torch.zeros(V, H),
         ),
     ],
-    fastppo.token_stats: [wrong("tokens", "[4]", "[4, 1]", tokens=ints(N, 1))],
-    fastppo.policy_loss: [wrong("advantages", "[4]", "[4, 1]", advantages=torch.zeros(N, 1))],
+    fastppo.token_stats: [wrong(tokens=ints(N, 1))],
+    fastppo.policy_loss: [wrong(advantages=torch.zeros(N, 1))],
     fastppo.value_loss: [
-        wrong("returns", "[4]", "[4, 1]", returns=torch.zeros(N, 1)),
-        wrong("clip_ratio", "old_values", clip_ratio=0.2),
-        wrong("clip_ratio", "> 0", "0.0", clip_ratio=0.0, old_values=ZEROS),
+        wrong(returns=torch.zeros(N, 1)),
+        wrong(clip_ratio=0.2),
+        wrong(clip_ratio=0.0, old_values=ZEROS),
     ],
-    fastppo.total_loss: [
-        wrong("vf_coef", "finite", "nan", vf_coef=nan),
-    ],
-    fastppo.aggregation_weights: [wrong("mask", "torch.Tensor", "list", mask=[True])],
+    fastppo.total_loss: [wrong(vf_coef=nan)],
+    fastppo.aggregation_weights: [wrong(TypeError, mask=[True])],
     fastppo.gae: [
-        wrong("values", "cu_seqlens", "[6]", values=SIX, rewards=SIX),
-        wrong("rewards", "[2, 3]", "[2, 4]", rewards=torch.zeros(2, 4)),
-        wrong("gamma", "[0, 1]", "1.5", gamma=1.5),
-        wrong("gamma", "[2]", "one per sequence", "[3]", gamma=torch.ones(3)),
-        wrong("lam must be in [0, 1], got values from", lam=torch.tensor([0.5, nan])),
-        wrong("bootstrap", "[2]", "[2, 1]", bootstrap=torch.zeros(2, 1)),
-        wrong("cu_seqlens", "packed [total]", "[2, 3]", cu_seqlens=torch.tensor([0, 6])),
-        *(
-            wrong("cu_seqlens", *words, values=SIX, rewards=SIX, cu_seqlens=cu_seqlens)
-            for cu_seqlens, words in (
-                (torch.tensor([0, 4, 3, 6]), ["rise from 0 to 6", "[0, 4, 3, 6]"]),
-                (torch.tensor([[0, 6]]), ["[B + 1]", "[1, 2]"]),
-            )
-        ),
+        wrong(values=SIX, rewards=SIX),
+        wrong(rewards=torch.zeros(2, 4)),
+        wrong(gamma=1.5),
+        wrong(gamma=torch.ones(3)),
+        wrong(lam=torch.tensor([0.5, nan])),
+        wrong(bootstrap=torch.zeros(2, 1)),
+        wrong(cu_seqlens=torch.tensor([0, 6])),
+        wrong(cu_seqlens=torch.tensor([0, 4, 3, 6]), values=SIX, rewards=SIX),
+        wrong(cu_seqlens=torch.tensor([[0, 6]]), values=SIX, rewards=SIX),
     ],
     fastppo.compute_advantages: [
-        wrong("scores", "one per sequence", "[2, 1]", scores=torch.zeros(2, 1)),
-        wrong("kl_coef", "ref_logprobs", ref_logprobs=None, kl_coef=0.1),
-        wrong("kl_estimator", "k1, k2, k3", "full", kl_estimator="full"),
-        wrong("score_clip", "> 0", "0.0", score_clip=0.0),
-        wrong("whiten must be True or False, got 0", whiten=0),
+        wrong(scores=torch.zeros(2, 1)),
+        wrong(kl_coef=0.1, ref_logprobs=None),
+        wrong(kl_estimator="full"),
+        wrong(score_clip=0.0),
+        wrong(TypeError, whiten=0),
     ],
-    fastppo.whiten: [
-        wrong("x", "float32", "int64", x=ints(N)),
-        wrong("moments", "[3]", "[2]", moments=torch.zeros(2)),
-    ],
+    fastppo.whiten: [wrong(x=ints(N)), wrong(moments=torch.zeros(2))],
 }
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_an_error_names_the_argument_what_it_got_and_what_is_expected(
-    function: Callable[..., Any],
-) -> None:
-    for changes, words in WRONG[function]:
-        with pytest.raises((ValueError, TypeError)) as error, _Work():
+def test_a_wrong_argument_raises_an_error_with_its_name(function: Callable[..., Any]) -> None:
+    for error, changes in WRONG[function]:
+        name = next(iter(changes))
+        with pytest.raises(error, match=rf"\b{name}\b"), _Work():
             call(function, **changes)
-        for word in words:
-            assert word in str(error.value), changes
 
 
 def test_an_amd_gpu_gets_the_triton_kernels_on_request(
@@ -232,7 +213,7 @@ def test_an_amd_gpu_gets_the_triton_kernels_on_request(
     assert arguments.choose_backend("auto", x) == "torch"
     assert arguments.choose_backend("torch", x) == "torch"
     assert arguments.choose_backend("triton", x) == "triton"
-    with pytest.raises(ValueError, match="backend='cpu' needs tensors on the CPU, got cuda:0"):
+    with pytest.raises(ValueError, match="backend"):
         arguments.choose_backend("cpu", x)
 
 
@@ -241,80 +222,70 @@ def test_an_amd_gpu_gets_the_triton_kernels_on_request(
     "function",
     [fastppo.ppo_loss, fastppo.linear_ppo_loss, fastppo.token_stats, fastppo.linear_token_stats],
 )
-def test_a_token_outside_the_vocabulary_raises_an_error_with_its_value(
+def test_a_token_outside_the_vocabulary_raises_an_error_with_its_name(
     function: Callable[..., Any], token: int
 ) -> None:
     tokens = TOKENS.index_fill(0, torch.tensor(2), token)
-    with pytest.raises(ValueError, match=rf"tokens must be in \[0, {V}\), got .*{token}"):
+    with pytest.raises(ValueError, match="tokens"):
         call(function, tokens=tokens)
 
 
-GARBAGE = [
-    (fastppo.ppo_loss, {"advantages": ONE_IS_NAN}, r"advantages must be numbers, got nan at \[1\]"),
-    (fastppo.ppo_loss, {"old_logprobs": -ONE_IS_NAN}, r"old_logprobs must be numbers, got nan at"),
+GARBAGE: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
+    (fastppo.ppo_loss, r"advantages .*\[1\]", {"advantages": ONE_IS_NAN}),
+    (fastppo.ppo_loss, r"old_logprobs .*\[1\]", {"old_logprobs": -ONE_IS_NAN}),
+    # Negative log-likelihoods
     (
-        fastppo.compute_advantages,
-        {"scores": torch.tensor([0.0, nan])},
-        r"scores must be numbers, got nan at \[1\]",
+        fastppo.ppo_loss,
+        r"old_logprobs .*\[2\]",
+        {"old_logprobs": torch.tensor([0.0, -1.0, 1.5, 0.05])},
     ),
     (
         fastppo.ppo_loss,
+        r"logits.*\[2\]",
         {"logits": torch.tensor([[0.0], [0.0], [nan], [0.0]]).expand(N, V).contiguous()},
-        r"logits, which give the logprobs, must be numbers, got nan at \[2\]",
     ),
+    (fastppo.linear_ppo_loss, r"hidden.*\[0\]", {"hidden": torch.full((N, H), nan)}),
+    (fastppo.compute_advantages, r"scores .*\[1\]", {"scores": torch.tensor([0.0, nan])}),
     (
-        fastppo.linear_ppo_loss,
-        {"hidden": torch.full((N, H), nan)},
-        r"hidden and weight, which give the logprobs, must be numbers, got nan at \[0\]",
-    ),
-    (
-        fastppo.ppo_loss,
-        {"old_logprobs": torch.tensor([0.0, -1.0, 1.5, 0.05])},  # negative log-likelihoods
-        r"old_logprobs must be logprobs, ≤ 0, got 1\.5 at \[2\]",
+        fastppo.compute_advantages,
+        r"scores\[1\]",
+        {"scores": torch.ones(2), "mask": torch.tensor([[True] * 3, [False] * 3])},
     ),
     (
         fastppo.compute_advantages,
-        {
-            "scores": torch.ones(2),
-            "mask": torch.tensor([[True] * 3, [False] * 3]),
-        },
-        r"scores\[1\] is lost: mask has no token of its response",
-    ),
-    (
-        fastppo.compute_advantages,
+        r"scores\[1\]",
         {
             "scores": torch.ones(3),
             "cu_seqlens": torch.tensor([0, 2, 2, 4]),
             "mask": torch.ones(4, dtype=torch.bool),
             **dict.fromkeys(("values", "logprobs", "ref_logprobs"), ZEROS),
         },
-        r"scores\[1\] is lost: mask has no token of its response",
     ),
     (
         fastppo.compute_advantages,
+        r"values .*\[1, 1\]",
         {"values": torch.tensor([[0.0] * 3, [0.0, nan, 0.0]])},
-        r"values must be numbers, got nan at \[1, 1\]",
     ),
 ]
-"""Functions, arguments, and the message that names argument and row."""
+"""Functions, the argument and row that the error names, and arguments."""
 
 
-@pytest.mark.parametrize(("function", "changes", "says"), GARBAGE)
+@pytest.mark.parametrize(("function", "place", "changes"), GARBAGE)
 def test_garbage_is_refused_with_its_row(
     function: Callable[..., Any],
+    place: str,
     changes: dict[str, Any],
-    says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FASTPPO_CHECK_VALUES", "1")
     call(function)  # the right arguments pass
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=place):
         call(function, **changes)
 
 
-@pytest.mark.parametrize(("function", "changes", "says"), GARBAGE)
+@pytest.mark.parametrize(("function", "place", "changes"), GARBAGE)
 def test_values_are_not_read_by_default(
-    function: Callable[..., Any], changes: dict[str, Any], says: str
+    function: Callable[..., Any], place: str, changes: dict[str, Any]
 ) -> None:
     call(function, **changes)
 
@@ -327,26 +298,33 @@ def test_a_masked_nan_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("name", "ours"),
     [
-        ("cliprange", ": use clip_ratio"),  # TRL
-        ("clip_ratio_high", ": use clip_ratio=(low, high)"),  # verl
-        ("beta", ": use kl_coef"),
-        ("clipratio", ": use clip_ratio"),
-        ("frobnicate", ""),
+        ("cliprange", "clip_ratio"),  # TRL
+        ("clip_ratio_high", "clip_ratio=(low, high)"),  # verl
+        ("beta", "kl_coef"),
+        ("labels", "tokens"),
+        ("clipratio", "clip_ratio"),
+        ("chunksize", "chunk_size"),
+        ("frobnicate", None),
     ],
 )
-def test_an_unknown_keyword_gets_our_name(name: str, hint: str) -> None:
-    message = f"ppo_loss got an unexpected keyword argument '{name}'{hint}"
-    with pytest.raises(TypeError) as error:
-        call(fastppo.ppo_loss, **{name: 0.2})
-    assert str(error.value) == message
+def test_an_unknown_keyword_is_answered_with_ours(name: str, ours: str | None) -> None:
+    with pytest.raises(TypeError, match=f"linear_ppo_loss .*'{name}'") as error:
+        call(fastppo.linear_ppo_loss, **{name: 0.2})
+    _, _, suggested = str(error.value).partition(": use ")
+    assert suggested == (ours or "")
+
+
+def test_a_missing_argument_under_another_name_is_answered_with_ours() -> None:
+    with pytest.raises(TypeError, match=r"'labels'.* tokens"):
+        fastppo.ppo_loss(LOGITS["logits"], labels=TOKENS)
 
 
 def test_other_names_are_not_ours_and_lead_to_our_keywords() -> None:
     ours = {*inspect.signature(fastppo.ppo_loss).parameters}
-    assert not ours & OTHER_NAMES.keys()
-    assert {name.partition("=")[0] for name in OTHER_NAMES.values()} <= ours
+    assert not ours & KEYWORDS.keys()
+    assert {name.partition("=")[0] for name in KEYWORDS.values()} <= ours
 
 
 # -------------------------------------------------------------------------------------- signatures
@@ -415,6 +393,15 @@ SIGNATURES = {
     "empty_cache": ("", ""),
 }
 """The positional arguments and the keywords of each public function."""
+
+
+@pytest.mark.parametrize("function", [fastppo.ppo_loss, fastppo.linear_ppo_loss])
+def test_help_shows_each_keyword_with_its_default(function: Callable[..., Any]) -> None:
+    shown = " ".join(pydoc.render_doc(function, renderer=pydoc.plaintext).split())
+    for name, hint in get_type_hints(LossKeywords, include_extras=True).items():
+        _, default, documentation = get_args(hint)
+        text = " ".join(documentation.split())
+        assert f"{name} (default {default!r}): {text}" in shown
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

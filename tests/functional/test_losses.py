@@ -76,9 +76,7 @@ def test_value_and_gradient_of_each_term_are_those_of_autograd(
     data = draws.batch((N,), V, dtype)
     keywords = draws.options(data, term)
     if (path, dtype, keywords.get("kl_estimator")) == ("linear", torch.float16, "full"):
-        with pytest.raises(
-            ValueError, match="'full' needs GEMMs in bfloat16 or float32, got float16"
-        ):
+        with pytest.raises(ValueError, match="kl_estimator"):
             run(path, data, keywords)
         return
     x = data.logits.double().requires_grad_()

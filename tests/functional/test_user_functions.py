@@ -138,18 +138,9 @@ def greedy(
     return logprobs * values
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (scalar, "float tensor of shape [24], one per token, got float32 of shape []"),
-        (lambda *a: None, "one per token, got NoneType"),
-        (detached, "expected a token_loss that is differentiable in logprobs or entropy"),
-        (greedy, "missing a required argument: 'values'; expected (logprobs, old_logprobs, "),
-    ],
-)
-def test_errors_name_the_function_and_its_line(function: Any, says: str) -> None:
+@pytest.mark.parametrize("function", [scalar, lambda *a: None, detached, greedy])
+def test_errors_name_the_function_and_its_line(function: Any) -> None:
     line = function.__code__.co_firstlineno
     where = f"objective `{function.__qualname__}` ({__file__}, line {line}): "
-    with pytest.raises(ValueError, match=re.escape(where)) as error:
+    with pytest.raises(ValueError, match=re.escape(where)):
         Inputs(linear=True)(function)
-    assert says in str(error.value)

@@ -137,7 +137,7 @@ def assert_agree(
 @pytest.mark.parametrize("version", ["1.11.3", "1.17.0", "2.0.0"])
 def test_an_untested_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(ImportError, match=rf"TRL 1\.12 to 1\.16, and TRL {version} is installed"):
+    with pytest.raises(ImportError, match=rf"TRL {version}"):
         importlib.reload(adapter)
 
 
@@ -242,7 +242,7 @@ def test_adapters_on_the_head_get_their_gradient(dora: bool, tmp_path: Path) -> 
     targets = ["q_proj", "lm_head"]
     lora = peft.LoraConfig(r=2, target_modules=targets, lora_alpha=8, use_dora=dora)
     if HAS_FUSED_HEAD:
-        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        with pytest.raises(ValueError, match="lm_head"):
             trainer(adapter.GRPOTrainer, tmp_path, peft_config=lora)
         return
     assert_agree(tmp_path, True, peft_config=lora)
@@ -252,14 +252,14 @@ def test_a_head_with_dropout_uses_trls_path(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5)
     if HAS_FUSED_HEAD:
-        with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        with pytest.raises(ValueError, match="lm_head"):
             trainer(adapter.GRPOTrainer, tmp_path, peft_config=lora)
         return
     both = [
         trainer(kind, tmp_path, peft_config=lora) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)
     ]
     both[1].model.load_state_dict(both[0].model.state_dict())
-    with pytest.raises(TypeError, match=r"has dropout 0\.5 in training"):
+    with pytest.raises(TypeError, match="lora_dropout"):
         adapter._head_of(both[1].model)
     batch = inputs_of(both[0])
     losses = []

@@ -252,14 +252,14 @@ def test_importance_weights_equal_verls(level: str, bounds: str) -> None:
 
 
 def test_an_unknown_aggregation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss_agg_mode must be one of token-mean, .* got 'mean'"):
+    with pytest.raises(ValueError, match="loss_agg_mode"):
         adapter.policy_loss(*torch.zeros(4, B, T), loss_agg_mode="mean", config=config())
 
 
 def test_a_mean_over_ranks_needs_their_number_of_tokens() -> None:
     options = config()
     options.global_batch_info["dp_size"] = 2
-    with pytest.raises(ValueError, match="batch_num_tokens must be that of all 2 ranks, got None"):
+    with pytest.raises(ValueError, match="batch_num_tokens"):
         adapter.policy_loss(*torch.zeros(3, B, T), mask_of(), config=options)
 
 

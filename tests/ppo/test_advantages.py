@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fastppo.ppo.advantages import BatchAdvantages, ScoreScale, make_advantages
+from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from tiny import random_batch
 
 from fastppo import gae
 from fastppo.models.policy import BatchEvaluation
-from fastppo.ppo.advantages import BatchAdvantages, ScoreScale, make_advantages
-from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
 from runs import experience_of, make_trainer, perturb, records

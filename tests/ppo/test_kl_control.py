@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 
 from benchmarks.conformance import formulas as paper
-from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from torch import nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
-from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Rollout

@@ -12,9 +12,9 @@ import environments
 import pytest
 import tiny
 import torch
+from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 
 from fastppo.ppo.evaluation import BestEvaluations
-from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import COUNTERS, MOST_SKIPPED, RunState
 from fastppo.ppo.trainer import PPOTrainer

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import waits
+from fastppo.ppo.critic import train_critic
 from rich.console import Console
 from tiny import random_batch
 from torch import Tensor
@@ -20,7 +21,6 @@ from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import split
 from fastppo.data.rows import DataError
-from fastppo.ppo.critic import train_critic
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from environments import OPTIONS, PROMPTS, Calculator
+from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo_kernels.definition import sampled_kl
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
-from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.trainer import PPOTrainer

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import pytest
 
 from fastppo.generate import GenerateConfig
+from fastppo.other_names import OPTIONS
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import Options, option, read_yaml
-from fastppo.run.other_names import OTHER_NAMES, other_projects_option
+from fastppo.run.other_names import other_projects_option
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
@@ -163,7 +164,7 @@ def test_an_unknown_option_raises_with_our_name_or_the_nearest(tmp_path) -> None
 
 def test_other_names_map_to_our_options() -> None:
     ours = PPOConfig().to_dict().keys() | SFTConfig().to_dict().keys()
-    for name, options in OTHER_NAMES.items():
+    for name, options in OPTIONS.items():
         assert name not in PPOConfig().to_dict()
         assert options
         assert set(options) <= ours
