@@ -19,8 +19,8 @@ from rich.text import Text
 
 from fastppo.data.addresses import load_prompts
 from fastppo.data.chat import decode_completions
+from fastppo.data.datasets import Rows
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import Rows
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import POLICY, OneTurn, Turns
 from fastppo.functional.scalars import counted

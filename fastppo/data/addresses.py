@@ -21,8 +21,8 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from fastppo.data import rows
-from fastppo.data.rows import DataError, Rows
+from fastppo.data import datasets
+from fastppo.data.datasets import DataError, Rows
 
 
 class Package(NamedTuple):
@@ -121,7 +121,7 @@ def load_prompts(spec: str, split: str = "train") -> Rows:
         DataError: as from `load`, or there are no tasks.
     """
     if not is_address(spec):
-        return rows.load_rows(spec, split)
+        return datasets.load_rows(spec, split)
     tasks = load(spec, "prompts", lambda adapter, target: adapter.load_prompts(Address.of(target)))
     if not tasks:
         raise DataError(f"prompts {spec}: there are no tasks")

@@ -36,7 +36,7 @@ import numpy as np
 
 from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.datasets import DataError, Rows
 from fastppo.environments.pool import as_opening
 from fastppo.functional.scalars import describe
 from fastppo.rewards.loading import load_callable

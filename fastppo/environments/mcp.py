@@ -20,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import ClientSession, StdioServerParameters, stdio_client
 from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 
 try:
     from mcp import MCPError

@@ -28,7 +28,7 @@ from typing import Any
 from openenv.core import EnvClient, GenericEnvClient
 
 from fastppo.data.addresses import Address
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.pool import as_opening
 
 CONNECTIONS = 3

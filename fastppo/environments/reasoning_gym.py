@@ -12,7 +12,7 @@ import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
 from fastppo.data.addresses import Address
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
 
 
 def load_prompts(address: Address) -> Rows:

@@ -26,7 +26,7 @@ from textarena import ObservationType
 
 from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
 from fastppo.environments.pool import as_opening
 
 PLAYER = 0

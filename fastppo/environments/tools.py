@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastppo.data.chat import encodable, is_chat, render_chat, with_text
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
 
 NOT_TOOLS = ("reset", "step", "get_reward", "close")

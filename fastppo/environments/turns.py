@@ -36,9 +36,9 @@ from fastppo.data.chat import (
     text_of,
     token_ids,
 )
+from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent, PolicyTurn
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening

@@ -21,7 +21,7 @@ from verifiers.v1.utils.loaders import load_environment as environment_of
 from verifiers.v1.utils.loaders import resolve_env_config
 
 from fastppo.data.addresses import Address
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.datasets import DataError, Rows
 
 
 def load_prompts(address: Address) -> Rows:

@@ -31,9 +31,9 @@ from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
+from fastppo.data.datasets import Rows
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import Rows
 from fastppo.data.world import World
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.checkpoints import Checkpoints

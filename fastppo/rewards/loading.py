@@ -22,8 +22,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data import addresses, fingerprint
+from fastppo.data.datasets import DataError
 from fastppo.data.files import MissingPathError
-from fastppo.data.rows import DataError
 from fastppo.rewards.calling import UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fastppo.data.chat import render_chat
+from fastppo.data.datasets import DataError
 from fastppo.data.padding import padded_batch
-from fastppo.data.rows import DataError
 from fastppo.functional.scalars import describe
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at

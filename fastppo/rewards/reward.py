@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
-from fastppo.data.rows import DataError
 from fastppo.functional.scalars import counted, describe
 from fastppo.rewards.calling import (
     CallOptions,

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from fastppo.data.datasets import write_rows
 from fastppo.data.files import append_lines, write_whole
-from fastppo.data.rows import write_rows
 from fastppo.data.world import World
 from fastppo.run.identity import versions
 from fastppo.run.options import Options

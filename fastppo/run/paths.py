@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.data.addresses import is_address
+from fastppo.data.datasets import check_source, is_missing_path
 from fastppo.data.files import MissingPathError
-from fastppo.data.rows import check_source, is_missing_path
 from fastppo.environments.agents import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL
 from fastppo.run.directory import check_is_directory, check_no_run

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fastppo.data.addresses import load_prompts
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.gym import Gym, as_text, read_action
 from fastppo.environments.loading import load_environment
 

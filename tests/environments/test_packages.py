@@ -21,7 +21,7 @@ from fastppo.data.addresses import (
     is_address,
     load_prompts,
 )
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.pool import as_opening
 from fastppo.rewards.loading import load_reward

@@ -11,8 +11,8 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.chat import with_text
+from fastppo.data.datasets import DataError
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
 from fastppo.ppo.metrics import turn_metrics

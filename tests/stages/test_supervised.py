@@ -14,7 +14,7 @@ import tiny
 import torch
 from stage_runs import sft, sft_config
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records

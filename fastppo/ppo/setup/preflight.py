@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from fastppo.data import fingerprint
 from fastppo.data.addresses import is_address, load_prompts
 from fastppo.data.chat import check_chat_template, token_ids, with_template_variables
+from fastppo.data.datasets import DataError, Rows, column_names, load_rows
 from fastppo.data.prompts import Prompts, encode_prompts
-from fastppo.data.rows import DataError, Rows, column_names, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
 from fastppo.environments.agents import Agent
