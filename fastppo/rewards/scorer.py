@@ -22,7 +22,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.advantages import whiten
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import CallOptions
+from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.placing import generated_token_rewards, token_rewards
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardError, RewardTerm, Samples, Scored, score

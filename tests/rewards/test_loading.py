@@ -7,7 +7,8 @@ import sys
 import pytest
 import tiny
 
-from fastppo.rewards.loading import load_callable, load_reward, reward_name
+from fastppo.plugins.loading import load_plugin
+from fastppo.rewards.loading import load_reward, reward_name
 from fastppo.rewards.model import RewardModel
 
 PROMPTS = ["w1 w2 ", "w3 "]
@@ -75,9 +76,9 @@ def test_changed_code_changes_the_fingerprint(source: str, tmp_path) -> None:
     neighbor.write_text("def score(*texts, **columns): return [1.0]\n")
     file = tmp_path / "reward.py"
     file.write_text(source)
-    prints = [load_callable(f"{file}:score", "reward").fingerprint]
+    prints = [load_plugin(f"{file}:score", "reward").fingerprint]
     for changed in (file, neighbor) if "scoring_words" in source else (file,):
         changed.write_text(changed.read_text().replace("1.0", "2.0") + "\n")
         sys.modules.pop("scoring_words", None)
-        prints.append(load_callable(f"{file}:score", "reward").fingerprint)
+        prints.append(load_plugin(f"{file}:score", "reward").fingerprint)
     assert len(set(prints)) == len(prints)

@@ -18,7 +18,7 @@ K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
     ("options", "says"),
     [
         ({"kl_controller": "adaptve"}, "kl_controller must be one of fixed, adaptive, penalty"),
-        ({"report_to": ["mlflow"]}, "report_to must be one of wandb, got 'mlflow'"),
+        ({"report_to": ["mlflow"]}, "report_to must be one of tensorboard, wandb, got 'mlflow'"),
         ({"adam_beta2": 2.0}, r"adam_beta2 must be in \[0, 1\]"),
         ({"generate_batch_size": -1}, "generate_batch_size must be >= 1"),
         ({"score_clip": -1.0}, "score_clip must be > 0"),

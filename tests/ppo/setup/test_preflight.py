@@ -12,7 +12,8 @@ import tiny
 from rich.console import Console
 
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.preflight import FirstTurn, Given, RunInputs, check_packages, preflight
+from fastppo.ppo.setup.dry_run import FirstTurn
+from fastppo.ppo.setup.preflight import Given, RunInputs, check_packages, preflight
 from fastppo.ppo.setup.summary import show
 from fastppo.rewards.reward import RewardError
 
@@ -116,7 +117,8 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
         assert prompts is not None
         assert prompts.token_ids[0] == tiny.tokenizer()(tiny.PROMPTS[0]["prompt"])["input_ids"]
         assert list(prompts.columns) == ["wanted"]
-    assert [term.name for term in inputs.rewards.all] == ["right"], "models are not loaded"
+    assert [term.name for term in inputs.rewards.all] == ["right", "rm"]
+    assert inputs.rewards.all[1].function.model is None, "its weights are loaded later"
     assert inputs.fingerprints.keys() == {"tokenizer", "prompts", "rewards/right"}
 
 
@@ -201,7 +203,7 @@ def test_variables_of_the_chat_template_reach_prompts_and_the_saved_tokenizer(
 def test_an_environment_that_fails_a_made_up_turn_is_refused(
     name: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says += r".*made-up turn, before anything is loaded.*reset\(prompt, \*\*columns\)"
+    says += ".*made-up response, before the models are loaded"
     with pytest.raises(RewardError, match=f"environment '{name}' {says}"):
         _preflight(folder, monkeypatch, environment=f"code.py:{name}", max_turns=2)
 
@@ -212,7 +214,7 @@ def test_an_environment_plays_one_turn_and_is_closed(
     inputs = _preflight(folder, monkeypatch, environment="code.py:Played", max_turns=2)
     term = inputs.rewards.environment
     assert term is not None
-    assert term.function.played == ["", "closed"]  # the tiny tokenizer has none of its words
+    assert term.function.make.played == ["", "closed"]  # the tiny tokenizer has none of its words
     assert inputs.first_turn == FirstTurn(tokens=2, text="w0 <unk>", answer="w2", has_prompt=True)
 
 
@@ -226,7 +228,7 @@ def test_check_shows_the_first_turn_of_an_episode(
     shown = capsys.readouterr().out
     assert "ends at a stop token or '!'; cut off at 8 tokens, it ends the episode" in shown
     assert "begins with 2 tokens: 'w0 <unk>'" in shown
-    assert "'A made-up turn' is answered by 'w2'" in shown
+    assert "'A made-up response' is answered by 'w2'" in shown
 
 
 @pytest.mark.parametrize(("name", "replaces"), [("Replaces", True), ("Keeps", False)])
