@@ -163,7 +163,8 @@ def _provided(spec: str, kind: str, load: Callable[[Any, str], Any]) -> Any:
         cause = error.__cause__
         if isinstance(cause, (DataError, MissingPathError)):
             raise cause from cause.__cause__
-        reason = f"{type(cause).__name__}: {cause}{place_of(cause)}"
+        kind_of_error = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
+        reason = f"{kind_of_error}{cause}{place_of(cause)}"
         if isinstance(cause, ImportError):
             reason += entry_points.install_hint(cause, adapter.requirement)
         raise DataError(f"{kind} {spec}: {reason}") from cause

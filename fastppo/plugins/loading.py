@@ -69,8 +69,12 @@ def _load(where: str, name: str, option: str) -> Any:
         raise ValueError(f"{option} {where}:{name}: {sentence}") from cause
     function = getattr(module, name, None)
     if not callable(function):
-        defined = (inspect.isfunction, inspect.isclass)
-        known = [key for key, value in vars(module).items() if any(is_a(value) for is_a in defined)]
+        known = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__.startswith(module.__name__)
+        ]
         raise ValueError(
             f"{option} {where}:{name}: no function {name!r} there; "
             f"it has {', '.join(known) or 'none'}"

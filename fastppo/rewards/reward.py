@@ -205,7 +205,7 @@ class RewardWithWeights(ABC):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTerm(Plugin):
     """A reward with its weight in the sum."""
 

@@ -115,7 +115,7 @@ def test_a_missing_package_is_an_error_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="report_to=wandb .*pip install wandb"):
+    with pytest.raises(ImportError, match=r"report_to=wandb .*pip install wandb"):
         load_tracker("wandb")
 
 
