@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastppo.data import fingerprint
+from fastppo.data.prompts import Prompts
 from fastppo.functional import scalars
 from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.loading import make_terms
@@ -84,11 +85,10 @@ class RewardEnsemble(RewardWithWeights):
         """Return a fingerprint of all members."""
         return fingerprint.of_text(" ".join(term.fingerprint for term in self.terms))
 
-    def check(self, source: str, prompts: Sequence[Any]) -> None:
-        """Check that the prompts can be scored by the members that are models."""
+    def check(self, source: str, prompts: Prompts) -> None:
+        """Check that every member can be called on the prompts."""
         for term in self.terms:
-            if isinstance(term.function, RewardWithWeights):
-                term.function.check(source, prompts)
+            term.check(source, prompts)
 
     def _score(self, term: RewardTerm, samples: Samples) -> list[float]:
         """Return a member's scores, [B]."""

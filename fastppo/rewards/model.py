@@ -13,6 +13,7 @@ from fastppo.data import fingerprint
 from fastppo.data.chat import check_chat_template, render_chat
 from fastppo.data.datasets import DataError
 from fastppo.data.padding import padded_batch
+from fastppo.data.prompts import Prompts
 from fastppo.functional.scalars import describe
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
@@ -78,9 +79,9 @@ class RewardModel(RewardWithWeights):
         tokenizer = fingerprint.of_tokenizer(self.tokenizer)
         return fingerprint.of_text(f"{fingerprint.of_model(self.model)} {tokenizer}")
 
-    def check(self, source: str, prompts: Sequence[Any]) -> None:
+    def check(self, source: str, prompts: Prompts) -> None:
         """Raise DataError if a prompt is a chat and the tokenizer has no chat template."""
-        for number, prompt in enumerate(prompts, 1):
+        for number, prompt in enumerate(prompts.prompts, 1):
             if not isinstance(prompt, str):
                 where = f"reward {self.name}: {source}, row {number}"
                 check_chat_template(self.tokenizer.chat_template is not None, where)

@@ -194,7 +194,7 @@ class RewardWithWeights(ABC):
         """Return a fingerprint of the weights; "" before they are loaded."""
 
     @abstractmethod
-    def check(self, source: str, prompts: Sequence[Any]) -> None:
+    def check(self, source: str, prompts: Prompts) -> None:
         """Check that prompts can be scored.
 
         Args:
@@ -240,7 +240,7 @@ class RewardTerm(Plugin):
         except TypeError as error:
             raise ValueError(f"reward {self.name} takes {signature}: {error}; {expected}") from None
         if isinstance(self.function, RewardWithWeights):
-            self.function.check(source, prompts.prompts)
+            self.function.check(source, prompts)
 
     def loaded(self, device: torch.device | str) -> RewardTerm:
         """Return the reward with its weights, if it has any, on a device."""

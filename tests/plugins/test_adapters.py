@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from distributions import write_metadata
+import yaml
+from distributions import ROOT, write_metadata
 
 from fastppo.data.datasets import DataError
 from fastppo.environments.loading import load_environment
@@ -98,6 +101,24 @@ def test_another_package_provides_prompts_environment_and_rewards() -> None:
     assert load_reward("counting:length")(["a"], ["four"]) == [4.0]
     (reward,) = make_terms(["counting:length"])
     assert reward.name == "length"
+
+
+def test_the_adapter_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text("utf-8")
+    (metadata_of,) = re.findall(r"```toml\n# pyproject.toml\n(.*?)^```", page, re.M | re.S)
+    (module,) = re.findall(r"```py\n(# chess_tasks.py\n.*?)^```", page, re.M | re.S)
+    project = tomllib.loads(metadata_of)["project"]
+    write_metadata(tmp_path, project["name"], project["entry-points"])
+    (tmp_path / "chess_tasks.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = yaml.safe_load(re.findall(r"^prompts: chess.*\n.*\n", page, re.M)[0])
+    rows = load_prompts(options["prompts"])
+    assert (len(rows), rows[0]["seed"]) == (200, 1)
+    term = load_environment(options["environment"])
+    assert term is not None
+    assert term.function().level == 3
+    with pytest.raises(DataError, match="expected chess:puzzles"):
+        load_environment("chess:openings")
 
 
 @pytest.mark.usefixtures("other_package")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
@@ -22,17 +21,15 @@ from fastppo.data.datasets import Rows, load_rows
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
-from fastppo.environments.loading import load_environment
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.plugins.adapters import is_address, load_prompts
 from fastppo.plugins.loading import Plugin
 from fastppo.ppo.functions import load_functions
 from fastppo.ppo.optimizer import check_optimizer
-from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.dry_run import FirstTurn, dry_run
-from fastppo.rewards.ensemble import RewardEnsemble
-from fastppo.rewards.loading import make_terms
-from fastppo.rewards.reward import Reward, RewardTerm
+from fastppo.ppo.setup.run_rewards import RewardTerms, load_rewards
+from fastppo.rewards.reward import Reward
 from fastppo.run.trackers import load_tracker
 
 
@@ -63,54 +60,6 @@ class Given:
             name = getattr(function, "__qualname__", type(function).__qualname__)
             names[option] = f"{function.__module__}:{name}"
         return replace(config, **names)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RewardTerms:
-    """Rewards of a run."""
-
-    trained: list[RewardTerm]
-    """With their weights, an ensemble last."""
-    monitored: list[RewardTerm]
-    environment: Plugin | None
-    """An `EnvironmentMaker`, for multi-turn responses."""
-
-    @property
-    def all(self) -> list[RewardTerm]:
-        """Trained and monitored rewards."""
-        return [*self.trained, *self.monitored]
-
-    def check(self, source: str, prompts: Prompts, processes: int) -> None:
-        """Check that rewards and environment can be called with the columns of the prompts.
-
-        Args:
-            source: name of the prompts in error messages.
-            processes: number of processes.
-
-        Raises:
-            ValueError: a column is missing, or a signature does not fit.
-        """
-        for term in self.all:
-            term.check(source, prompts)
-        if self.environment is not None:
-            maker: Any = self.environment.function
-            maker.check(source, prompts.columns.keys(), processes)
-
-    def loaded(self, device: torch.device) -> RewardTerms:
-        """Return the rewards with the weights of reward models on a device."""
-        return replace(
-            self,
-            trained=[term.loaded(device) for term in self.trained],
-            monitored=[term.loaded(device) for term in self.monitored],
-        )
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of rewards and environment, by option."""
-        fingerprints = {f"rewards/{term.name}": term.fingerprint for term in self.trained}
-        if self.environment is not None:
-            fingerprints["environment"] = self.environment.fingerprint
-        return fingerprints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +119,7 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
     check_vocabularies(config, tokenizer)
     room = prompt_room(context, config.max_new_tokens)
-    rewards = load_rewards(config, given)
+    rewards = load_rewards(config, given.rewards, given.monitor_rewards, given.environment)
 
     def encode(these: Rows | None, source: str) -> Prompts | None:
         if these is None:
@@ -304,51 +253,6 @@ def load_pretraining(
         )
     rows = load_rows(config.ptx_data, config.split)
     return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
-
-
-# ------------------------------------------------------------------------------------- the rewards
-
-
-def load_rewards(config: PPOConfig, given: Given) -> RewardTerms:
-    """Load rewards, without the weights of reward models, and the environment.
-
-    Raises:
-        ValueError: one does not exist; `max_turns` is set without an environment.
-    """
-
-    def load(rewards: Sequence[str | Reward], weights: Any = None) -> list[RewardTerm]:
-        return make_terms(rewards, weights, device=None, timeout=config.reward_timeout)
-
-    rewards = given.rewards or config.rewards
-    weights = config.reward_weights
-    ensemble_weight = 1.0
-    if config.reward_ensemble and weights is not None and len(weights) == len(rewards) + 1:
-        ensemble_weight = weights[-1]
-        weights = weights[:-1]
-    trained = load(rewards, weights)
-    if config.reward_ensemble:
-        if any(term.name == "ensemble" for term in trained):
-            raise ValueError(
-                "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
-            )
-        ensemble = RewardEnsemble(
-            config.reward_ensemble,
-            config.reward_ensemble_by,
-            device=None,
-            timeout=config.reward_timeout,
-        )
-        trained.append(
-            RewardTerm("ensemble", ensemble, ensemble.fingerprint(), weight=ensemble_weight)
-        )
-    environment = load_environment(given.environment or config.environment)
-    config.have_effect_only("max_turns", where=environment, needs="environment")
-    if environment is not None and config.async_steps:
-        raise ValueError(ASYNC_NEEDS_ONE_TURN)
-    return RewardTerms(
-        trained=trained,
-        monitored=load(given.monitor_rewards or config.monitor_rewards),
-        environment=environment,
-    )
 
 
 def replaced_prompts(config: PPOConfig, inputs: RunInputs) -> list[str]:
