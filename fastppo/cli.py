@@ -223,9 +223,11 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
     if not Path(checkpoint).is_dir():
         raise ValueError(f"{checkpoint} is not a checkpoint: expected RUN/checkpoint-NUMBER")
     from fastppo.ppo.checkpoints import export_checkpoint
+    from fastppo.run.report.card import write_card_of_checkpoint
 
     _quiet_libraries()
     export_checkpoint(Path(checkpoint), Path(out), device)
+    write_card_of_checkpoint(Path(checkpoint), Path(out))
     print(out)
 
 

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastppo.data.addresses import load_prompts
 from fastppo.data.chat import decode_completions
+from fastppo.data.datasets import Rows
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import Rows
 from fastppo.environments.loading import load_environment
-from fastppo.environments.turns import POLICY, OneTurn, Turns
+from fastppo.environments.turns import POLICY, Turns
 from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.models.device import choose_device
@@ -34,11 +33,14 @@ from fastppo.models.pretrained import (
     stop_token_ids,
 )
 from fastppo.models.trunk import context_length
+from fastppo.plugins.adapters import load_prompts
+from fastppo.plugins.loading import Plugin
 from fastppo.ppo.checkpoints import policy_of
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout.one_turn import OneTurn
 from fastppo.run.log import short_names
 
 BATCH_SIZE = 32
@@ -101,7 +103,7 @@ def _complete(
     *,
     config: GenerateConfig,
     device: torch.device,
-    environment: RewardTerm | None,
+    environment: Plugin | None,
 ) -> Completions:
     """Generate the completions of one policy, over several turns if `environment` is given."""
     model, tokenizer = _load(directory, config, device)

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -343,6 +344,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "bash": check_flags,
     "yaml": check_options,
     "json": check_rows,
+    "toml": lambda code: None if tomllib.loads(code) else pytest.fail(code),
 }
 """By language of the block."""
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from fastppo import cli
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.generate import Completions, GenerateConfig, generate, show
 from fastppo.rewards.reward import RewardError
 

@@ -1,6 +1,6 @@
 """Layout: modules loaded by an import, files of the wheel, `kernels/` as a plain folder.
 
-The layers are checked by `lint-imports`, with the contracts in pyproject.toml.
+The contracts of imports are in pyproject.toml; `lint-imports` checks them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,76 @@ def test_help_needs_no_torch(flags: str) -> None:
     assert not {"torch", "transformers", "numpy"} & loaded
 
 
+# ------------------------------------------------------------------------------------ the contracts
+
+PLANTED = {
+    "layers": ("fastppo/data/text.py", "import fastppo.models.trunk"),
+    "circles": ("fastppo/data/datasets.py", "import fastppo.data.prompts"),
+    "kernels": ("kernels/fastppo_kernels/records.py", "import fastppo.data.text"),
+    "adapters": ("fastppo/ppo/evaluation.py", "import fastppo.environments.agents"),
+    "report": ("fastppo/ppo/training_run.py", "import fastppo.run.report.report"),
+    "stages": ("fastppo/stages/sft.py", "import fastppo.ppo.state"),
+    "plan": ("fastppo/ppo/evaluation.py", "import fastppo.ppo.plan.plan"),
+}
+"""An import that breaks each contract of pyproject.toml, and the file where it is planted."""
+
+
+@pytest.fixture(scope="module")
+def copied_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the packages and their contracts."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in ("fastppo", "kernels"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
+
+
+def _broken(tree: Path) -> list[str]:
+    """Return the names of the contracts that `lint-imports` finds broken."""
+    code = "import sys; from importlinter.cli import lint_imports_command as run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--no-cache"],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("Contracts: ") for line in lines), done.stdout + done.stderr
+    return [line.removesuffix(" BROKEN") for line in lines if line.endswith(" BROKEN")]
+
+
+def _contracts() -> dict[str, str]:
+    """Return the contracts' names by id."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    return {one["id"]: one["name"] for one in project["tool"]["importlinter"]["contracts"]}
+
+
+def test_no_contract_is_broken(copied_tree: Path) -> None:
+    assert _broken(copied_tree) == []
+    assert _contracts().keys() == PLANTED.keys()
+
+
+@pytest.mark.parametrize("contract", PLANTED)
+def test_each_contract_sees_a_planted_import(contract: str, copied_tree: Path) -> None:
+    file, statement = PLANTED[contract]
+    path = copied_tree / file
+    before = path.read_text("utf-8")
+    path.write_text(f"{before}\n{statement}\n", "utf-8")
+    try:
+        assert _contracts()[contract] in _broken(copied_tree)
+    finally:
+        path.write_text(before, "utf-8")
+
+
+@pytest.mark.parametrize("adapter", ["agents", "gym", "mcp", "openenv", "textarena", "verifiers"])
+def test_adapters_are_imported_without_their_packages(adapter: str) -> None:
+    names = ("gymnasium", "mcp", "openenv", "starlette", "textarena", "uvicorn", "verifiers")
+    blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in names)
+    python("-c", f"import sys; {blocked}; import fastppo.environments.{adapter}")
+
+
 # ---------------------------------------------------------------------------------------- the wheel
 
 
@@ -91,6 +163,17 @@ def test_the_wheel_contains_both_packages_and_no_top_level_kernels(wheel: Path) 
     }
     assert {"fastppo/run/report/page/report.html.jinja", "fastppo/demo/demo.yaml"} <= wanted
     assert names == wanted
+
+
+def test_the_wheel_declares_the_entry_points(wheel: Path) -> None:
+    """Without them no adapter, tracker or report is found."""
+    archive = zipfile.ZipFile(wheel)
+    (file,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+    declared = ConfigParser()
+    declared.read_string(archive.read(file).decode())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for group, points in project["entry-points"].items():
+        assert dict(declared[group]) == points
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.studies.common import CONSOLE
-from fastppo.data.rows import write_rows
+from fastppo.data.datasets import write_rows
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.stages.sft import SFTConfig, train_sft
 

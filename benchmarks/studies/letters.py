@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.studies.common import CONSOLE
-from fastppo.data.rows import Rows, write_rows
+from fastppo.data.datasets import Rows, write_rows
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.characters import CHARACTERS, make_tokenizer, train_from_scratch
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.functional.scalars import describe
 
 

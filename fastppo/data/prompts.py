@@ -12,7 +12,7 @@ from typing import Any
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
-from fastppo.data.rows import DataError, Rows, column_names
+from fastppo.data.datasets import DataError, Rows, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward, which no column may be named after."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastppo.data.rows import DataError, Rows, visiting_order
+from fastppo.data.datasets import DataError, Rows, visiting_order
 from fastppo.functional.scalars import describe
 
 BLOCK_TOKENS = 256

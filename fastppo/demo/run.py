@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fastppo.data.datasets import write_rows
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import write_rows
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
 from fastppo.ppo.options.config import PPOConfig

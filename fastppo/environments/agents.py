@@ -31,20 +31,20 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fastppo.environments.maker import EnvironmentMaker, PolicyTurn, TurnFormat
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import (
+from fastppo.plugins.adapters import Adapter, Address
+from fastppo.plugins.calling import (
     SHUTDOWN_TIMEOUT,
     UserCodeError,
     await_call,
     call_in_thread,
     keywords_for,
 )
-
-SCHEME = "chat:"
-"""Prefix of the address of an agent."""
+from fastppo.plugins.loading import load_plugin
 
 INSTALL = 'pip install -e ".[chat]"'
 
@@ -70,16 +70,6 @@ class RefusedError(Exception):
     """A request that is answered with an error."""
 
 
-class PolicyTurn(NamedTuple):
-    """A turn of the policy, the answer to a request."""
-
-    text: str
-    prompt_tokens: int
-    """Tokens of the conversation before it."""
-    completion_tokens: int
-    """Tokens of the turn, stop token included."""
-
-
 class ChatAnswer(NamedTuple):
     """The answer to a request."""
 
@@ -101,8 +91,16 @@ class ChatAnswer(NamedTuple):
         }
 
 
-class Agent:
-    """Create sessions of an agent.
+class AgentFormat(TurnFormat):
+    """The policy's turns with the lengths that an answer reports."""
+
+    def parse(self, conversation: list[int], ids: list[int], text: str) -> PolicyTurn:
+        """Return the turn with its lengths."""
+        return PolicyTurn(text, len(conversation), len(ids))
+
+
+class Agent(EnvironmentMaker):
+    """Make sessions of an agent.
 
     Args:
         run: the agent, see the module's docstring.
@@ -113,18 +111,40 @@ class Agent:
         TypeError: the port is not a number.
     """
 
+    has_end = True
+    can_be_tried = False  # it waits for the answers of a server
+
     def __init__(self, run: Callable[..., Any], *, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__(run)
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 raise ImportError(f"agents need {package}: {INSTALL}")
         if not isinstance(port, int):
             raise TypeError(f"expected a port that is a number, got {port!r}")
-        self.run = run
-        self.__name__ = getattr(run, "__name__", type(run).__name__)
         self.server = ChatServer(host, port)
 
     def __call__(self) -> Session:
-        return Session(self.run, self.server)
+        return Session(self.make, self.server)
+
+    def turn_format(self, tokenizer: Any, say: Callable[[str], None]) -> AgentFormat:
+        """Return the format of the turns."""
+        return AgentFormat()
+
+    def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:
+        """Check the agent's arguments, and that processes do not share a port.
+
+        Raises:
+            ValueError: the agent needs another argument, or all processes would use one port.
+        """
+        offered = ["base_url", "api_key", "prompt", *columns]
+        named = keywords_for(self.make, dict.fromkeys(offered))
+        expected = f"it may name {', '.join(offered)}"
+        self.check_call("the agent", self.make, source, columns, [], named, expected=expected)
+        if self.server.port and processes > 1:
+            raise ValueError(
+                f"{processes} processes: each serves the agents of its own rows, so leave out the "
+                f"port, got port={self.server.port}"
+            )
 
 
 class Session:
@@ -466,3 +486,15 @@ def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _describe(message: Mapping[str, Any]) -> str:
     return describe(f"{message['role']}: {message['content']}")
+
+
+def load_environment(target: str) -> Agent:
+    """Return the agent of an address `file.py:name?host=…&port=…`."""
+    name, options = Address.of(target)
+    plugin = load_plugin(name, "agent")
+    agent = Agent(plugin.function, **options)
+    agent.fingerprint = plugin.fingerprint
+    return agent
+
+
+ADAPTER = Adapter(environment=load_environment)

@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 
-from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.datasets import DataError, Rows
 from fastppo.environments.pool import as_opening
 from fastppo.functional.scalars import describe
-from fastppo.rewards.loading import load_callable
+from fastppo.plugins.adapters import Adapter, Address, seeded_prompts
+from fastppo.plugins.loading import load_plugin
 
 NONE_REGISTERED = (
     "registers none when it is imported; a function in a file can make one: gym:file.py:function"
@@ -47,17 +47,17 @@ NONE_REGISTERED = (
 """End of a message."""
 
 
-def load_prompts(address: Address) -> Rows:
+def load_prompts(target: str) -> Rows:
     """Return one row per episode, with its seed and the rules.
 
     Raises:
         DataError: an option is unknown or has a wrong type.
     """
-    options = dict(address.options)
+    name, options = Address.of(target)
     rules = options.pop("rules", "")
     if not isinstance(rules, str):
         raise DataError(f"rules must be a text, got {describe(rules)}")
-    rows = seeded_prompts(Address(address.name, options))
+    rows = seeded_prompts(Address(name, options))
     return [row | {"rules": rules} for row in rows] if rules else rows
 
 
@@ -84,7 +84,7 @@ def _creator(address_name: str) -> Callable[..., Any]:
     if not name:
         raise DataError(f"expected gym:package:Name or gym:file.py:Name, got gym:{address_name}")
     if where.endswith(".py"):
-        return load_callable(address_name, "environment").function
+        return load_plugin(address_name, "environment").function
     package = importlib.import_module(where)
     if callable(getattr(package, name, None)):
         return getattr(package, name)
@@ -237,3 +237,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.floating, np.ndarray)) and value.dtype.kind == "f":
         value = value.astype(str).astype(float)  # 0.1 in fp32, not 0.10000000149011612
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+ADAPTER = Adapter(requirement="gymnasium", prompts=load_prompts, environment=load_environment)

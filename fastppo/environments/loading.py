@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from fastppo.data import addresses, fingerprint
-from fastppo.environments.agents import SCHEME, Agent
+from fastppo.data import fingerprint
+from fastppo.environments.maker import EnvironmentMaker
 from fastppo.environments.tools import Tools, is_tool_class
-from fastppo.rewards.loading import load_callable
-from fastppo.rewards.reward import RewardTerm
+from fastppo.plugins import adapters
+from fastppo.plugins.loading import Plugin, load_plugin
 
 
-def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
-    """Load what creates environments, with its fingerprint.
+def load_environment(spec: str | Callable[[], Any]) -> Plugin | None:
+    """Load what makes environments, an `EnvironmentMaker`, with its fingerprint.
 
     Args:
-        spec: `file.py:Name`, `package.module:Name`, an agent `chat:file.py:name`, an address of
-            another package, or a callable. "" gives None.
+        spec: `file.py:Name`, `package.module:Name`, an address such as `chat:file.py:name`, or a
+            callable. "" gives None.
 
     Raises:
-        ValueError: it does not exist.
+        ValueError: it does not exist, or is a class whose methods cannot be tools.
     """
     if not spec:
         return None
-    if isinstance(spec, str) and spec.startswith(SCHEME):
-        return _load_agent(spec)
-    if isinstance(spec, str) and addresses.is_address(spec):
-        make: Any = addresses.load(
-            spec, "environment", lambda adapter, target: adapter.load_environment(target)
-        )
-        if inspect.iscoroutinefunction(make):
-            make = Agent(make)
-        term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
+    if isinstance(spec, str) and adapters.is_address(spec):
+        plugin = Plugin("environment", adapters.load_environment(spec), fingerprint.of_text(spec))
     else:
-        term = load_callable(spec, "environment")
-    if not is_tool_class(term.function):
-        return term
+        plugin = load_plugin(spec, "environment")
     try:
-        tools: Any = Tools(term.function)
+        maker = as_maker(plugin.function)
     except (ValueError, TypeError) as error:
         raise ValueError(f"environment {spec}: {error}") from error
-    return replace(term, function=tools)
+    return Plugin("environment", maker, maker.fingerprint or plugin.fingerprint)
 
 
-def _load_agent(spec: str) -> RewardTerm:
-    name, options = addresses.Address.of(spec.removeprefix(SCHEME))
-    term = load_callable(name, "agent")
-    try:
-        agent: Any = Agent(term.function, **options)
-    except (TypeError, ImportError) as error:
-        raise ValueError(f"environment {spec}: {error}") from error
-    return replace(term, name="environment", function=agent)
+def as_maker(make: Callable[..., Any]) -> EnvironmentMaker:
+    """Return an `EnvironmentMaker`, wrapping a user's class or function.
+
+    Raises:
+        ValueError: a method of a class cannot be a tool.
+    """
+    if isinstance(make, EnvironmentMaker):
+        return make
+    return Tools(make) if is_tool_class(make) else EnvironmentMaker(make)

@@ -23,13 +23,14 @@ import functools
 import json
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openenv.core import EnvClient, GenericEnvClient
-
-from fastppo.data.addresses import Address
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.pool import as_opening
+from fastppo.plugins.adapters import Adapter, Address
+
+if TYPE_CHECKING:
+    from openenv.core import EnvClient
 
 CONNECTIONS = 3
 """Attempts to start an episode on a server that is unreachable or has no free session."""
@@ -53,6 +54,8 @@ def load_environment(target: str) -> Callable[[], OpenEnv]:
     Raises:
         DataError: the server does not answer, or there are unknown options.
     """
+    from openenv.core import GenericEnvClient
+
     url, options = Address.of(target)
     unknown = options.keys() - {"action", "observation"}
     if unknown:
@@ -175,3 +178,6 @@ def _read(observation: dict[str, Any], field: str | None) -> Any:
     parts = {name: value for name, value in observation.items() if name not in NOT_OBSERVED}
     texts = [value for value in parts.values() if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)
+
+
+ADAPTER = Adapter(requirement="openenv", environment=load_environment)

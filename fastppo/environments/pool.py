@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
+from fastppo.environments.maker import EnvironmentMaker
 from fastppo.environments.tools import is_tool_class
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import (
+from fastppo.plugins.calling import (
     CallOptions,
     EventLoop,
     UserCodeError,
@@ -54,21 +55,20 @@ class EnvironmentPool:
     """One environment per row of a batch. The next batch resets and reuses them.
 
     Args:
-        make: creates an environment, called without arguments.
+        make: makes an environment.
         options: options of calls to the environments.
         world: the ranks. Each holds the environments of its local rows.
     """
 
     def __init__(
         self,
-        make: Callable[[], Any],
+        make: EnvironmentMaker,
         *,
         options: CallOptions | None = None,
         world: World | None = None,
     ) -> None:
         self.make = make
-        named = make.func if isinstance(make, functools.partial) else make
-        self.name = getattr(named, "__name__", type(named).__name__)
+        self.name = make.__name__
         self.options = options or CallOptions()
         self.world = world or World()
         self._environments: dict[int, Any] = {}
@@ -98,7 +98,7 @@ class EnvironmentPool:
         """Step the environments of unfinished episodes.
 
         Args:
-            turns: by row, a text, a `ToolTurn` for classes of tools, or a `PolicyTurn` for agents.
+            turns: by row, a turn as `TurnFormat.parse` returned it.
             count: rows of the batch.
         """
 

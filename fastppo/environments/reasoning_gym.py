@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.utils import extract_answer
-
-from fastppo.data.addresses import Address
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
+from fastppo.plugins.adapters import Adapter, Address
 
 
-def load_prompts(address: Address) -> Rows:
+def load_prompts(target: str) -> Rows:
     """Create a procedural dataset, with the columns `prompt`, `answer` and `metadata`.
 
     The verifier judges other answers by the metadata.
     """
+    import reasoning_gym
+
+    address = Address.of(target)
     dataset = reasoning_gym.create_dataset(address.name, **address.options)
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
@@ -38,6 +38,9 @@ def score_answer(
 
     The answer is the text between <answer> and </answer>, or the whole text without such tags.
     """
+    import reasoning_gym
+    from reasoning_gym.utils import extract_answer
+
     scores = []
     for prompt, text, right, task in zip(prompts, completions, answer, metadata, strict=True):
         score = reasoning_gym.get_score_answer_fn(task["source_dataset"])
@@ -47,4 +50,6 @@ def score_answer(
     return scores
 
 
-REWARDS = {"score_answer": score_answer}
+ADAPTER = Adapter(
+    requirement="reasoning-gym", prompts=load_prompts, rewards={"score_answer": score_answer}
+)

@@ -21,21 +21,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import textarena
-from textarena import ObservationType
-
-from fastppo.data.addresses import Address, seeded_prompts
 from fastppo.data.chat import is_chat
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
 from fastppo.environments.pool import as_opening
+from fastppo.plugins.adapters import Adapter, Address, seeded_prompts
 
 PLAYER = 0
 """The seat of the policy."""
 
 
-def load_prompts(address: Address) -> Rows:
+def load_prompts(target: str) -> Rows:
     """Return one row per game, with its seed."""
-    return seeded_prompts(address)
+    return seeded_prompts(Address.of(target))
 
 
 def load_environment(target: str) -> Callable[[], Game]:
@@ -58,6 +55,8 @@ class Game:
     def __init__(
         self, name: str, opponent: Callable[[str], str] | None = None, **options: Any
     ) -> None:
+        import textarena
+
         # Raw: TextArena's wrappers repeat the whole conversation in each observation.
         self.game = textarena.make(f"{name}-raw", **options)
         self.opponent = opponent
@@ -89,9 +88,14 @@ class Game:
 
     def _observe(self) -> str:
         """Return the current player's new messages, without its own moves."""
+        from textarena import ObservationType
+
         player, observations = self.game.get_observation()
         return "\n".join(
             message
             for sender, message, kind in observations
             if not (sender == player and kind is ObservationType.PLAYER_ACTION)
         )
+
+
+ADAPTER = Adapter(requirement="textarena", prompts=load_prompts, environment=load_environment)

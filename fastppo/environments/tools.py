@@ -28,8 +28,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastppo.data.chat import encodable, is_chat, render_chat, with_text
-from fastppo.data.rows import DataError
-from fastppo.rewards.calling import UserCodeError, await_call, call, keywords_for
+from fastppo.data.datasets import DataError
+from fastppo.environments.maker import EnvironmentMaker, TurnFormat
+from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
 
 NOT_TOOLS = ("reset", "step", "get_reward", "close")
 """Public methods that are not tools."""
@@ -83,7 +84,7 @@ class ToolTurn(NamedTuple):
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-class ToolFormat:
+class ToolFormat(TurnFormat):
     """Describe tools in the prompt and parse calls, in a tokenizer's format.
 
     Args:
@@ -95,6 +96,8 @@ class ToolFormat:
     Raises:
         DataError: the chat template ignores messages of the role `tool`.
     """
+
+    has_calls = True
 
     def __init__(
         self,
@@ -125,6 +128,11 @@ class ToolFormat:
                 '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
             )
 
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The schemas, for chat templates that show tools."""
+        return {"tools": self.schemas}
+
     def opening(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Describe the tools in a system message if the chat template ignores them."""
         if self.shows_tools:
@@ -136,24 +144,24 @@ class ToolFormat:
             return [{"role": "system", "content": text}, *messages]
         return [{**first, "content": with_text(first["content"], f"\n\n{text}")}, *messages[1:]]
 
-    def parse(self, prompt_ids: list[int], ids: list[int], text: str) -> ToolTurn:
-        """Parse the calls of a turn.
-
-        Args:
-            prompt_ids: the conversation before the turn.
-            ids: the turn.
-            text: the turn as text, without special tokens.
-        """
+    def parse(self, conversation: list[int], ids: list[int], text: str) -> ToolTurn:
+        """Parse the calls of a turn."""
         try:
             if self.template is None:
                 message = self.tokenizer.parse_response(
                     text, schema=DEFAULT_RESPONSE_TEMPLATE, prefix=""
                 )
             else:
-                message = self.tokenizer.parse_response(ids, prefix=prompt_ids, tools=self.schemas)
+                message = self.tokenizer.parse_response(
+                    ids, prefix=conversation, tools=self.schemas
+                )
             return ToolTurn([_as_call(parsed) for parsed in message.get("tool_calls") or ()])
         except Exception as error:  # the parser may raise anything on arbitrary text
             return ToolTurn((), str(error))
+
+    def outcomes(self, observation: Any) -> list[str]:
+        """Return the outcome of each call."""
+        return [message["outcome"] for message in observation]
 
 
 def _as_call(parsed: Any) -> ToolCall:
@@ -172,8 +180,8 @@ def _as_call(parsed: Any) -> ToolCall:
 # ---------------------------------------------------------------------------------- the environment
 
 
-class Tools:
-    """Create environments from a class with tools as methods.
+class Tools(EnvironmentMaker):
+    """Make environments from a class with tools as methods.
 
     Args:
         make: the class, or `functools.partial` of it.
@@ -182,11 +190,13 @@ class Tools:
         ValueError: a tool has no docstring, or a parameter has no description or type.
     """
 
+    has_end = True
+
     def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(make)
         kind = _class_of(make)
         assert kind is not None
-        self.make = make
-        self.__name__ = kind.__name__
+        self.kind = kind
         self.functions = _tool_functions(kind)
         given = getattr(kind, "tool_schemas", {})
         self.schemas = [
@@ -201,6 +211,20 @@ class Tools:
 
     def __call__(self) -> _Episode:
         return self.episode(self.make(), self.functions.keys())
+
+    def turn_format(self, tokenizer: Any, say: Callable[[str], None]) -> ToolFormat:
+        """Return the format of the calls; see `ToolFormat`."""
+        where = f"environment {self.__name__!r}"
+        return ToolFormat(tokenizer, self.schemas, where=where, say=say)
+
+    def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:
+        """Raise ValueError if `reset` needs an argument that is no column of the prompts."""
+        reset: Any = getattr(self.kind, "reset", None)
+        if inspect.isfunction(reset):
+            named = keywords_for(reset, dict.fromkeys(["prompt", *columns]))
+            self.check_call(
+                "reset", reset, source, columns, [None], named, expected="expected reset(**row)"
+            )
 
 
 def is_tool_class(make: Any) -> bool:

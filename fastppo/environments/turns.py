@@ -36,14 +36,14 @@ from fastppo.data.chat import (
     text_of,
     token_ids,
 )
+from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.data.world import World
-from fastppo.environments.agents import Agent, PolicyTurn
+from fastppo.environments.loading import as_maker
+from fastppo.environments.maker import PolicyTurn
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening
-from fastppo.environments.tools import ToolFormat, Tools
-from fastppo.rewards.calling import CallOptions
+from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutEngine, Sampling
 
@@ -128,27 +128,11 @@ class Episode:
         self.response_mask += [False] * len(fitting)
 
 
-class OneTurn:
-    """Sample responses of one turn, without an environment."""
-
-    name = ""
-    has_rewards = False
-    max_turns = 1
-
-    def run(
-        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
-    ) -> tuple[Prompts, Rollout]:
-        return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class Turns:
     """Run the episodes of a batch of prompts in parallel, turn by turn.
 
     Args:
-        make: creates an environment, called without arguments.
+        make: an `EnvironmentMaker`, or a user's class or function.
         tokenizer: the policy's.
         max_turns: maximum number of turns per episode.
         context: maximum number of tokens of prompt and response. None means no limit.
@@ -174,17 +158,11 @@ class Turns:
         self.options = options or CallOptions()
         self.failure_file = failure_file
         self.world = world or World()
-        self.environments = EnvironmentPool(make, options=self.options, world=self.world)
-        self.name = self.environments.name
-        self.has_rewards = not isinstance(make, Tools) or make.has_rewards
-        self.is_agent = isinstance(make, Agent)
-        self.has_end = self.is_agent or isinstance(make, Tools)
-        self.tool_format: ToolFormat | None = None
-        if isinstance(make, Tools):
-            where = f"environment {self.name!r}"
-            self.tool_format = ToolFormat(
-                tokenizer, make.schemas, where=where, say=self.options.say
-            )
+        self.make = as_maker(make)
+        self.environments = EnvironmentPool(self.make, options=self.options, world=self.world)
+        self.name = self.make.__name__
+        self.has_rewards = self.make.has_rewards
+        self.format = self.make.turn_format(tokenizer, self.options.say)
 
     def run(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
@@ -212,7 +190,7 @@ class Turns:
             for place, row in enumerate(live):
                 episodes[row].add_turn(texts[place], sampled, place)
                 if episodes[row].finish_reason is None:
-                    turns[row] = self._parse(
+                    turns[row] = self.format.parse(
                         conversations[place], sampled.tokens[place], texts[place]
                     )
             answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
@@ -220,7 +198,7 @@ class Turns:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
                 )
-        if self.has_end:
+        if self.make.has_end:
             cut_off = [episode.cut_off for episode in episodes]
             final_rewards = self._checked(self.environments.end(cut_off), episodes)
             for row, episode in enumerate(episodes):
@@ -228,7 +206,7 @@ class Turns:
         # Rewards get the dataset's prompts. The token ids include the first observations.
         ids = [episode.prompt_ids for episode in episodes]
         rollout = _rollout(episodes)
-        if self.tool_format is not None:
+        if self.format.has_calls:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
 
@@ -260,11 +238,10 @@ class Turns:
         elif opening is not None:
             opening = [{**m, "content": encodable(m["content"])} for m in opening]
         if opening is not None:
-            if self.tool_format is not None:
-                opening = self.tool_format.opening(opening)
+            opening = self.format.opening(opening)
             episode.prompt = opening
             episode.prompt_ids = encode_prompt(
-                opening, self.tokenizer, where, **self._template_options
+                opening, self.tokenizer, where, **self.format.template_options
             )
         episode.turns = as_turns(episode.prompt, "prompt" if opening is None else ENVIRONMENT)
         if len(episode.prompt_ids) + max_new_tokens > self.context:
@@ -274,17 +251,6 @@ class Turns:
             )
         if is_chat(episode.prompt):
             episode.prompt = copy.deepcopy(list(episode.prompt))
-
-    @property
-    def _template_options(self) -> dict[str, Any]:
-        """Keyword arguments of the chat template."""
-        return {} if self.tool_format is None else {"tools": self.tool_format.schemas}
-
-    def _parse(self, conversation: list[int], ids: list[int], text: str) -> Any:
-        """Convert a turn of the policy to the environment's format."""
-        if self.is_agent:
-            return PolicyTurn(text, len(conversation), len(ids))
-        return text if self.tool_format is None else self.tool_format.parse(conversation, ids, text)
 
     def _take_answer(
         self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
@@ -299,8 +265,7 @@ class Turns:
             ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
         episode.turns += as_turns(answer.observation, ENVIRONMENT)
-        if self.tool_format is not None:
-            episode.calls += [message["outcome"] for message in answer.observation]
+        episode.calls += self.format.outcomes(answer.observation)
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
         elif len(episode.conversation) + sampling.max_new_tokens > self.context:
@@ -332,7 +297,7 @@ class Turns:
         while mark in str(observation):
             mark += PLACEHOLDER[-1]
         marked = [*episode.prompt, {"role": "assistant", "content": mark}, *observation]
-        options = {"add_generation_prompt": True, **self._template_options}
+        options = {"add_generation_prompt": True, **self.format.template_options}
         rendered = render_chat(self.tokenizer, marked, where, **options)
         _, found, text = rendered.rpartition(mark)
         if not found:

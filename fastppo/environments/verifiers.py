@@ -12,32 +12,32 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from typing import Any
 
-from pydantic import ValidationError
-from verifiers.v1.clients import EvalClientConfig, ModelContext
-from verifiers.v1.utils.loaders import load_environment as environment_of
-from verifiers.v1.utils.loaders import resolve_env_config
-
-from fastppo.data.addresses import Address
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.datasets import DataError, Rows
+from fastppo.environments.agents import Agent
+from fastppo.plugins.adapters import Adapter, Address
 
 
-def load_prompts(address: Address) -> Rows:
+def load_prompts(target: str) -> Rows:
     """Return the environment's tasks as rows with a `prompt` and a column `task`."""
-    options = dict(address.options)
+    from verifiers.v1.utils.loaders import load_environment as environment_of
+
+    name, options = Address.of(target)
     size = options.pop("size", None)
-    tasks = environment_of(_config(Address(address.name, options))).taskset
+    tasks = environment_of(_config(Address(name, options))).taskset
     if size is not None:
         tasks = tasks.take(size)
     if not tasks.bounded:
-        raise DataError(f"the tasks of {address.name} have no end: add size=…")
+        raise DataError(f"the tasks of {name} have no end: add size=…")
     return [_row(task.data) for task in tasks]
 
 
-def load_environment(target: str) -> Callable[..., Any]:
-    """Return an agent of `fastppo.environments.agents` that runs an episode."""
+def load_environment(target: str) -> Agent:
+    """Return an agent that runs an episode."""
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+    from verifiers.v1.utils.loaders import load_environment as environment_of
+
     config = _config(Address.of(target))
     environment_of(config)  # raises for an invalid config before the first rollout
 
@@ -61,11 +61,14 @@ def load_environment(target: str) -> Callable[..., Any]:
         return sum(trace.reward for trace in episode.traces if trace.agent.config.client == client)
 
     run_episode.__name__ = "verifiers"
-    return run_episode
+    return Agent(run_episode)
 
 
 def _config(address: Address) -> Any:
     """Build an environment's config from options such as `agent.harness.id`."""
+    from pydantic import ValidationError
+    from verifiers.v1.utils.loaders import resolve_env_config
+
     config: dict[str, Any] = {"taskset": {"id": address.name}}
     for name, value in address.options.items():
         *tables, key = name.split(".")
@@ -86,3 +89,6 @@ def _row(data: Any) -> dict[str, Any]:
     if data.system_prompt is not None:
         prompt.insert(0, {"role": "system", "content": data.system_prompt})
     return {"prompt": prompt, "task": data.model_dump(mode="json")}
+
+
+ADAPTER = Adapter(requirement="verifiers", prompts=load_prompts, environment=load_environment)

@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fastppo.data.datasets import is_missing_path
 from fastppo.data.files import MissingPathError
 from fastppo.data.hub import check_reachable
-from fastppo.data.rows import is_missing_path
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """A directory with a tokenizer has one of these."""

@@ -19,7 +19,6 @@ from fastppo.ppo.setup.run_models import ModelLoader, make_policy
 from fastppo.run import checkpoint, identity, manifest
 from fastppo.run.checkpoint import Best
 from fastppo.run.log import why_ended
-from fastppo.run.report.card import write_card
 
 LOWEST = "min:"
 """Prefix of a `checkpoint_best` metric to minimize."""
@@ -54,7 +53,7 @@ def export(
 
 
 def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None:
-    """Write the policy of a checkpoint, with tokenizer and model card, as transformers loads it.
+    """Write the policy of a checkpoint with its tokenizer, as transformers loads it.
 
     Args:
         path: checkpoint.
@@ -68,9 +67,6 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
     if directory.is_file() or any(file.exists() for file in taken):
         raise ValueError(f"{directory} exists already: choose another directory")
     export(*policy_of(path, device), directory)
-    iterations = checkpoint.iteration_of(path)
-    if iterations and (path.parent / "metrics.jsonl").exists():
-        write_card(path.parent, directory, iterations=iterations)
 
 
 def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastppo.data.rows import visited
+from fastppo.data.datasets import visited
 from fastppo.ppo.state import RunState
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError

@@ -15,18 +15,17 @@ import torch
 
 from fastppo.functional.losses import ppo_loss
 from fastppo.functional.user_functions import name_and_place, named_by
+from fastppo.plugins.calling import explaining
+from fastppo.plugins.loading import Plugin, load_plugin
 from fastppo.ppo.estimators import user_advantages
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.out_of_memory import is_out_of_memory
-from fastppo.rewards.calling import place_of
-from fastppo.rewards.loading import load_callable
-from fastppo.rewards.reward import RewardTerm
 
 
 def load_functions(
     config: PPOConfig, given: Mapping[str, Callable[..., Any]], *, has_ref: bool = False
-) -> dict[str, RewardTerm]:
-    """Load the user-defined functions, with their fingerprints, by option.
+) -> dict[str, Plugin]:
+    """Load the user-defined functions by option, and check them on made-up numbers.
 
     Args:
         given: functions passed to `PPOTrainer`, by option.
@@ -35,38 +34,23 @@ def load_functions(
     Raises:
         ValueError: one does not exist, or does not work on made-up numbers.
     """
-    functions = {}
+    plugins = {}
     for option in config.own_functions:
-        term = load_callable(given.get(option, getattr(config, option)), option)
+        plugin = load_plugin(given.get(option, getattr(config, option)), option)
         if option not in ("optimizer", "rollout"):  # their makers explain errors
-            term = replace(term, function=_explaining(option, term.function))
-        functions[option] = term
-    if "objective" in functions:
+            name = f"{option} {name_and_place(plugin.function)}"
+            function = explaining(name, plugin.function, is_passed=is_out_of_memory)
+            plugin = replace(plugin, function=function)
+        plugins[option] = plugin
+    if "objective" in plugins:
         has_ref = has_ref or config.wants_reference or config.reference_model is not None
-        try_objective(functions["objective"].function, has_ref=has_ref)
-    if "advantage" in functions:
-        try_advantage(functions["advantage"].function, config)
-    return functions
+        check_objective(plugins["objective"].function, has_ref=has_ref)
+    if "advantage" in plugins:
+        check_advantage(plugins["advantage"].function, config)
+    return plugins
 
 
-def _explaining(option: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its exceptions name it and the user's line."""
-
-    @functools.wraps(function)
-    def explaining(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return function(*arguments, **keywords)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise RuntimeError(
-                f"{option} {name_and_place(function)} raised {error!r}{place_of(error)}"
-            ) from error
-
-    return explaining
-
-
-def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
+def check_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
     """Compute the loss of an objective on two made-up responses of three and two tokens.
 
     Args:
@@ -86,7 +70,7 @@ def try_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
     )
 
 
-def try_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
+def check_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
     """Compute advantages of made-up responses to one prompt, of three tokens and then two each."""
     count = max(2, config.samples_per_prompt)
     numbers = torch.linspace(-1, 1, 2 * count + 1)

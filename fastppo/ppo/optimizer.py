@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fastppo.models.policy import ActorCritic
+from fastppo.plugins.calling import place_of
+from fastppo.plugins.loading import load_plugin
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import LARGEST_RATE
-from fastppo.rewards.calling import place_of
-from fastppo.rewards.loading import load_callable
 from fastppo.run.optimizer import Optimizer, schedule
 
 ADAM_BETAS = (0.9, 0.95)
@@ -97,7 +97,7 @@ def optimizer_maker(
         }
         make: Any = torch.optim.AdamW
     else:
-        make = function or load_callable(config.optimizer, "optimizer").function
+        make = function or load_plugin(config.optimizer, "optimizer").function
 
     def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         try:

@@ -11,11 +11,12 @@ import torch
 from fastppo.data.prompts import Prompts
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
-from fastppo.environments.turns import OneTurn, Turns
+from fastppo.environments.turns import Turns
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling
+from fastppo.rollout.one_turn import OneTurn
 from fastppo.run.optimizer import Optimizer
 
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fastppo.data.datasets import Rows
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import Rows
 from fastppo.data.world import World
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.checkpoints import Checkpoints

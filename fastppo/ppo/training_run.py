@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,6 @@ from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.progress import progress
-from fastppo.run.report.card import write_card
-from fastppo.run.report.report import write_report
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
@@ -78,7 +76,7 @@ class TrainingRun:
         """Error of the evaluation after the last update; the update is kept."""
 
     def run(self) -> dict[str, float]:
-        """Run the iterations, write policy and report, and return the last metrics.
+        """Run the iterations, write the policy, and return the last metrics.
 
         A callback may end the run before its first iteration. Then there are none.
 
@@ -92,7 +90,7 @@ class TrainingRun:
                 stopped_by = self.stop_request.stop
                 if stopped_by and self._is_short and not self.state.watch.stopped_by:
                     if self.state.iteration:
-                        self._write_report()
+                        self.callbacks.run_ended()
                     raise Stopped(stopped_by, self.checkpoints.how_far())
                 if self.state.iteration:
                     self._write_results()
@@ -107,15 +105,15 @@ class TrainingRun:
         return self.world.on_main_rank(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
 
     def _write_results(self) -> None:
-        """Write the policy, the best policy if it is kept, and the report."""
+        """Write the policy, and the best policy if it is kept."""
         policy = self.run_dir / "policy"
         self.checkpoints.save_policy(self.ppo.tokenizer, policy)
-        self._write_card(policy)
+        self.callbacks.policy_saved(policy)
         best = self.checkpoints.save_best(self.ppo.tokenizer, self.run_dir / "policy-best")
         if best is not None:
-            self._write_card(self.run_dir / "policy-best", iteration_of(best))
+            self.callbacks.policy_saved(self.run_dir / "policy-best", iteration_of(best))
             self.say(f"policy-best is the policy of {best.name}")
-        self._write_report()
+        self.callbacks.run_ended()
         self.callbacks.tell("on_train_end")
 
     @property
@@ -165,9 +163,8 @@ class TrainingRun:
             yield
         except Exception as error:
             log.failed(error)
-            if self.world.is_main and self.state.iteration:
-                with suppress(Exception):  # the run's own error matters more
-                    write_report(self.run_dir)
+            if self.state.iteration:
+                self.callbacks.run_ended(has_failed=True)
             if isinstance(error, (RolloutError, RewardError)) and self.checkpoints.newest:
                 how_far = f"stopped{self.checkpoints.how_far()}"
                 kind = RolloutError if isinstance(error, RolloutError) else RewardError
@@ -314,21 +311,3 @@ class TrainingRun:
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:
             self.stop_request.end_phase()
-
-    def _write_card(self, policy: Path, iterations: int | None = None) -> None:
-        def write() -> None:
-            try:
-                write_card(self.run_dir, policy, iterations=iterations)
-            except OSError as error:
-                raise RuntimeError(f"the model card could not be written: {error}") from error
-
-        self.world.on_main_rank(write)
-
-    def _write_report(self) -> None:
-        def write() -> None:
-            try:
-                write_report(self.run_dir)
-            except OSError as error:
-                raise RuntimeError(f"the report could not be written: {error}") from error
-
-        self.world.on_main_rank(write)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fastppo.data.rows import write_rows
+from fastppo.data.datasets import write_rows
 from fastppo.recipes.characters import train_from_scratch
 
 LARGEST = 49

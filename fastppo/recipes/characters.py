@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
 from fastppo.stages.sft import SFTConfig, train_sft
 
 CHARACTERS = "0123456789+-*=?[]; "

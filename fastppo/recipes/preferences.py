@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastppo.data.rows import Rows, write_rows
+from fastppo.data.datasets import Rows, write_rows
 from fastppo.recipes import sentiment
 from fastppo.recipes.sentiment_reward import vader
 from fastppo.run.progress import progress, say

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastppo.data.rows import Rows, write_rows
+from fastppo.data.datasets import Rows, write_rows
 from fastppo.environments.tools import Tools
 from fastppo.recipes import smollm2
 from fastppo.recipes.products_tools import Products

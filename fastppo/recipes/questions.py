@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fastppo.data.rows import write_rows
+from fastppo.data.datasets import write_rows
 
 PROMPTS = 2000
 HELD_OUT = 100

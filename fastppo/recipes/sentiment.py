@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fastppo.data.rows import write_rows
+from fastppo.data.datasets import write_rows
 from fastppo.recipes import smollm2
 
 

@@ -7,15 +7,25 @@ from typing import Any
 
 import torch
 
+from fastppo.data import fingerprint
+from fastppo.data.prompts import Prompts
 from fastppo.functional import scalars
-from fastppo.rewards.calling import CallOptions
+from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.loading import make_terms
-from fastppo.rewards.reward import Reward, RewardTerm, Samples, Scored, TermError, score_term
+from fastppo.rewards.reward import (
+    Reward,
+    RewardTerm,
+    RewardWithWeights,
+    Samples,
+    Scored,
+    TermError,
+    score_term,
+)
 
 ENSEMBLE_RULES = ("mean", "min", "lcb")
 
 
-class RewardEnsemble:
+class RewardEnsemble(RewardWithWeights):
     """The mean, minimum or lower confidence bound of several rewards.
 
         mean    μ over the members
@@ -66,6 +76,19 @@ class RewardEnsemble:
         deviation = scores.std(0, correction=0)
         combined = {"mean": mean, "min": scores.amin(0), "lcb": mean - deviation}[self.by]
         return Scored(combined.tolist(), disagreement=deviation.tolist())
+
+    def load(self, device: torch.device | str) -> None:
+        """Load the weights of the members that are models."""
+        self.terms = [term.loaded(device) for term in self.terms]
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of all members."""
+        return fingerprint.of_text(" ".join(term.fingerprint for term in self.terms))
+
+    def check(self, source: str, prompts: Prompts) -> None:
+        """Check that every member can be called on the prompts."""
+        for term in self.terms:
+            term.check(source, prompts)
 
     def _score(self, term: RewardTerm, samples: Samples) -> list[float]:
         """Return a member's scores, [B]."""

@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from fastppo.data.chat import render_chat
+from fastppo.data import fingerprint
+from fastppo.data.chat import check_chat_template, render_chat
+from fastppo.data.datasets import DataError
 from fastppo.data.padding import padded_batch
-from fastppo.data.rows import DataError
+from fastppo.data.prompts import Prompts
 from fastppo.functional.scalars import describe
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
+from fastppo.rewards.reward import RewardWithWeights
 
 BATCH_SIZE = 32
 """Texts per forward pass."""
 
 
-class RewardModel:
+class RewardModel(RewardWithWeights):
     """A sequence-classification model with one label, and its own tokenizer.
 
     A text prompt and its completion are joined and tokenized as one text. Chat messages go through
@@ -30,24 +33,58 @@ class RewardModel:
     """
 
     def __init__(
-        self, name: str, *, device: torch.device | str = "cpu", batch_size: int = BATCH_SIZE
+        self, name: str, *, device: torch.device | str | None = "cpu", batch_size: int = BATCH_SIZE
     ) -> None:
+        """Read config and tokenizer, and load the weights onto the device unless it is None.
+
+        Raises:
+            ValueError: the model is missing, has no tokenizer, or has not one label.
+        """
+        self.name = name
         self.__name__ = Path(name).name
-        check_reward_model(name)
-        model, _ = load_whole(
-            AutoModelForSequenceClassification, name, "reward", dtype=torch.float32
-        )
-        self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        config = model_config(name, "reward")
+        if config.num_labels != 1:
+            kind = ", ".join(config.architectures or ["model"])
+            raise ValueError(
+                f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
+                "classifier with 1"
+            )
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.batch_size = batch_size
+        self.model: Any = None
+        if device is not None:
+            self.load(device)
+
+    def load(self, device: torch.device | str) -> None:
+        """Load the weights onto a device, unless they are loaded already."""
+        if self.model is not None:
+            return
+        model, _ = load_whole(
+            AutoModelForSequenceClassification, self.name, "reward", dtype=torch.float32
+        )
+        self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         text_config = model.config.get_text_config()
         if getattr(text_config, "pad_token_id", None) is None:
             text_config.pad_token_id = self.tokenizer.pad_token_id
         limits = [getattr(model.config, "score_max_length", None), context_length(model)]
         self.max_length = min((limit for limit in limits if limit), default=None)
-        self.batch_size = batch_size
         self.score_mean = float(getattr(model.config, "score_mean", 0.0))
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of weights and tokenizer; "" before the weights are loaded."""
+        if self.model is None:
+            return ""
+        tokenizer = fingerprint.of_tokenizer(self.tokenizer)
+        return fingerprint.of_text(f"{fingerprint.of_model(self.model)} {tokenizer}")
+
+    def check(self, source: str, prompts: Prompts) -> None:
+        """Raise DataError if a prompt is a chat and the tokenizer has no chat template."""
+        for number, prompt in enumerate(prompts.prompts, 1):
+            if not isinstance(prompt, str):
+                where = f"reward {self.name}: {source}, row {number}"
+                check_chat_template(self.tokenizer.chat_template is not None, where)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
@@ -65,17 +102,6 @@ class RewardModel:
         ids = batch["input_ids"].to(self.model.device)
         mask = batch["attention_mask"].to(self.model.device)
         return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
-
-
-def check_reward_model(name: str) -> None:
-    """Raise ValueError unless a directory or hub name is a sequence classifier with one label."""
-    config = model_config(name, "reward")
-    if config.num_labels != 1:
-        kind = ", ".join(config.architectures or ["model"])
-        raise ValueError(
-            f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
-            "classifier with 1"
-        )
 
 
 def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[int]:

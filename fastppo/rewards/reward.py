@@ -29,15 +29,17 @@ import functools
 import inspect
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
-from fastppo.data.rows import DataError
+from fastppo.data.prompts import Prompts
 from fastppo.functional.scalars import counted, describe
-from fastppo.rewards.calling import (
+from fastppo.plugins.calling import (
     CallOptions,
     UserCodeError,
     call,
@@ -45,6 +47,10 @@ from fastppo.rewards.calling import (
     run_coroutine,
     traceback_of,
 )
+from fastppo.plugins.loading import Plugin
+
+if TYPE_CHECKING:
+    import torch
 
 StepRewards = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -57,6 +63,13 @@ gradient norm squares the result, and both must stay below 1e38."""
 
 ATTEMPTS = 3
 """Calls of a reward that exceeds its time limit."""
+
+
+EXPECTED = (
+    "(prompts, completions, **columns), which takes lists, completions as strings, and returns a "
+    "list with one reward per completion"
+)
+"""Signature of a reward, for error messages."""
 
 
 class RewardError(RuntimeError):
@@ -164,17 +177,80 @@ class Scored(list[float]):
         ]
 
 
-@dataclass(slots=True)
-class RewardTerm:
-    """One reward with its name and its weight in the sum."""
+class RewardWithWeights(ABC):
+    """A reward that has weights, such as a model.
 
-    name: str
-    function: Reward
+    Its config and tokenizer are read when it is made, and the weights by `load`, after all inputs
+    of a run have been checked.
+    """
+
+    @abstractmethod
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> Sequence[Any]:
+        """Return a reward per completion."""
+
+    @abstractmethod
+    def load(self, device: torch.device | str) -> None:
+        """Load the weights onto a device, unless they are loaded already."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the weights; "" before they are loaded."""
+
+    @abstractmethod
+    def check(self, source: str, prompts: Prompts) -> None:
+        """Check that prompts can be scored.
+
+        Args:
+            source: name of the prompts in error messages.
+
+        Raises:
+            DataError: a prompt cannot be scored.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTerm(Plugin):
+    """A reward with its weight in the sum."""
+
     weight: float = 1.0
-    fingerprint: str = ""
-    """Fingerprint of the reward's file, URL or weights."""
     is_named_function: bool = False
     """Whether an option names it as a function. Such a function is tried before the run."""
+
+    def check(self, source: str, prompts: Prompts) -> None:
+        """Check that the reward can be called on prompts with their columns.
+
+        Args:
+            source: name of the prompts in error messages.
+
+        Raises:
+            DataError: a required column is missing, or a prompt cannot be scored.
+            ValueError: the signature has no room for prompts or completions.
+        """
+        signature = inspect.signature(self.function)
+        columns = prompts.columns.keys()
+        expected = f"expected {self.name}{EXPECTED}"
+        if lacking := lacking_columns(signature, columns):
+            known = ", ".join(columns) or "none besides the prompt"
+            raise DataError(
+                f"reward {self.name} needs the column {lacking[0]!r}; the columns of {source} are: "
+                f"{known}"
+            )
+        samples = Samples([None], [""], {column: [None] for column in columns}, [[]])
+        try:
+            if not signature.parameters:
+                raise TypeError("it has no parameters")
+            _with_arguments(signature.bind, signature, samples)()
+        except TypeError as error:
+            raise ValueError(f"reward {self.name} takes {signature}: {error}; {expected}") from None
+        if isinstance(self.function, RewardWithWeights):
+            self.function.check(source, prompts)
+
+    def loaded(self, device: torch.device | str) -> RewardTerm:
+        """Return the reward with its weights, if it has any, on a device."""
+        if not isinstance(self.function, RewardWithWeights):
+            return self
+        self.function.load(device)
+        return replace(self, fingerprint=self.function.fingerprint())
 
 
 def score(
@@ -348,73 +424,7 @@ def _save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
     return f" (samples saved to {path})"
 
 
-# -------------------------------------------------------------------------------- before a run
-
-
-EXPECTED = (
-    "expected {name}(prompts, completions, **columns), which takes lists, completions as strings, "
-    "and returns a list with one reward per completion"
-)
-"""Description of a reward's signature in error messages."""
-
-MADE_UP = "A made-up response, on which the reward is tried before the run."
-"""Completion on which each reward function is tried before the run."""
-
-
-def check_signature(
-    name: str, signature: inspect.Signature, source: str, columns: Collection[str]
-) -> None:
-    """Check that a reward with this signature can be called.
-
-    Args:
-        source: name of the prompts in error messages.
-        columns: columns of the prompts, without the prompt column.
-
-    Raises:
-        DataError: a required column is missing.
-        ValueError: the signature has no room for prompts or completions.
-    """
-    if lacking := lacking_columns(signature, columns):
-        known = ", ".join(columns) or "none besides the prompt"
-        raise DataError(
-            f"reward {name} needs the column {lacking[0]!r}; the columns of {source} are: {known}"
-        )
-    expected = EXPECTED.format(name=name)
-    if not signature.parameters:
-        raise ValueError(f"reward {name} takes no arguments; {expected}")
-    samples = Samples([None], [MADE_UP], {column: [None] for column in columns}, [[]])
-    try:
-        _with_arguments(signature.bind, signature, samples)()
-    except TypeError as error:
-        raise ValueError(f"reward {name} takes {signature}: {error}; {expected}") from None
-
-
-def try_reward(
-    term: RewardTerm,
-    row: Mapping[str, Any],
-    column: str,
-    *,
-    failure_file: Path | None = None,
-    options: CallOptions | None = None,
-) -> None:
-    """Call a reward once, on a prompt of the data with a made-up response.
-
-    Args:
-        row: a row of the data.
-        column: name of the prompt column.
-
-    Raises:
-        RewardError: as from `score`, with a note that the response was made up.
-    """
-    columns = {name: [value] for name, value in row.items() if name != column}
-    samples = Samples([row.get(column)], [MADE_UP], columns, [[0]])
-    try:
-        score(term, samples, failure_file, options)
-    except RewardError as error:
-        raise RewardError(
-            f"{error}; it was called on a made-up response, before anything is loaded: "
-            f"{EXPECTED.format(name=term.name)}"
-        ) from error.__cause__
+# ------------------------------------------------------------------------------------- signatures
 
 
 def lacking_columns(signature: inspect.Signature, columns: Collection[str]) -> list[str]:

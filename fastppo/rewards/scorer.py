@@ -21,7 +21,7 @@ from torch import Tensor
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import CallOptions
+from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.placing import generated_token_rewards, token_rewards
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardError, RewardTerm, Samples, Scored, score

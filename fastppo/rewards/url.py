@@ -38,9 +38,6 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 30.0
 """Upper bound of a pause, in seconds."""
 
-LONGEST_REPLY = 2**24
-"""Bytes."""
-
 TOKEN = "FASTPPO_REWARD_TOKEN"
 """Environment variable with a bearer token. It is sent over https only."""
 
@@ -124,13 +121,8 @@ class URLReward:
             retry_after = ""
             try:
                 with self._open(request, timeout=self.timeout) as response:
-                    reply = response.read(LONGEST_REPLY + 1)
-                if len(reply) <= LONGEST_REPLY:
-                    if response.length:  # `read(n)` returns a cut-off reply without an error
-                        raise http.client.IncompleteRead(reply, response.length)
+                    reply: bytes = response.read()
                     return reply
-                failure = f"answered more than {LONGEST_REPLY // 2**20} MiB"
-                break
             except urllib.error.HTTPError as error:
                 with error:
                     failure = f"answered {error.code} {error.reason}"

@@ -6,32 +6,38 @@
 
 A step is an iteration, and `state.global_step` counts the finished ones. The events are
 `on_train_begin`, `on_step_begin`, `on_evaluate` (`metrics`), `on_log` (`logs`), `on_step_end`,
-`on_save` and `on_train_end`, and one of our own, `on_samples` (`samples`, as in samples.jsonl).
+`on_save` and `on_train_end`, and three of our own: `on_samples` (`samples`, as in samples.jsonl),
+`on_policy_saved` (`directory`, and `iterations` of an earlier policy) and `on_run_end`, which also
+comes when a signal or an error ends the run.
 Metrics have the names of metrics.jsonl, with `eval_` for `eval/`, as in transformers. `args` holds
 the options of the run. `control.should_training_stop` ends the run after the iteration,
 `should_save` writes a checkpoint after it, and `should_evaluate` evaluates in the next iteration.
-Checkpoints do not contain the state of callbacks.
+Checkpoints do not contain the state of callbacks. The callbacks of `DEFAULT` belong to every run.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fastppo.data.world import World
 from fastppo.functional.scalars import describe
-from fastppo.rewards.calling import UserCodeError, call, place_of
+from fastppo.plugins import entry_points
+from fastppo.plugins.calling import UserCodeError, call, place_of
 from fastppo.run.options import Options
+from fastppo.run.trackers import PROJECT
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
 
-PROJECT = "fastppo"
-"""The project in the tracker, unless an environment variable names another."""
+DEFAULT = ("report",)
+"""Entry points of the group `fastppo.callbacks` that every run has."""
 
 
 class Arguments:
@@ -88,13 +94,12 @@ class Callbacks:
 
     Args:
         callbacks: objects or classes.
-        config: the options; the tracker of `report_to` is called first.
+        config: the options.
         parts: further keywords of every event: model, processing_class, optimizer.
 
     Raises:
         ValueError: one of them is not a `TrainerCallback`.
         TypeError: `callbacks` is not a list.
-        ImportError: the tracker is not installed.
     """
 
     def __init__(
@@ -108,16 +113,9 @@ class Callbacks:
             raise TypeError(f"callbacks must be a list, got {describe(callbacks)}")
         self.world = world or World()
         self.parts = parts
-        self.callbacks = [self._instance(callback) for callback in callbacks]
-        names: dict[str, Any] = {"project": PROJECT}
-        if config.report_to:
-            # Slow to import.
-            from fastppo.run.trackers import TrackedRun, make_trackers
-
-            run = TrackedRun(config.output_dir)
-            names["run_name"] = run.name
-            self.callbacks = [*make_trackers(config.report_to, run), *self.callbacks]
-        self.args = Arguments(config, self.world, **names)
+        default = [entry_points.load(entry_points.CALLBACKS, name) for name in DEFAULT]
+        self.callbacks = [self._instance(callback) for callback in [*callbacks, *default]]
+        self.args = Arguments(config, self.world, project=PROJECT)
         self.control = TrainerControl()
         self.state = TrainerState(max_steps=config.iterations)
         self.state.is_local_process_zero = self.world.is_main
@@ -162,21 +160,45 @@ class Callbacks:
         """Report a checkpoint."""
         self.tell("on_save")
 
+    def policy_saved(self, directory: Path, iterations: int | None = None) -> None:
+        """Report a policy that transformers can load.
+
+        Args:
+            iterations: number of iterations of the policy; None for all of the run.
+        """
+        self.tell("on_policy_saved", directory=directory, iterations=iterations)
+
+    def run_ended(self, *, has_failed: bool = False) -> None:
+        """Report the end of a run.
+
+        Args:
+            has_failed: an error ended the run. It may be local to this rank, so do not synchronize,
+                and no error of a callback replaces it.
+        """
+        if not has_failed:
+            self.tell("on_run_end")
+            return
+        with suppress(Exception):
+            self._notify("on_run_end", {})
+
     def tell(self, event: str, **more: Any) -> None:
         """Call the method of this name of every callback that has one."""
 
-        def call() -> list[bool]:
-            for callback in self.callbacks:
-                method = getattr(callback, event, None)
-                if method is not None:
-                    given = {**self.parts, **more}
-                    notify = partial(method, self.args, self.state, self.control, **given)
-                    self.control = self._call(type(callback).__name__, notify) or self.control
+        def notify() -> list[bool]:
+            self._notify(event, more)
             return [getattr(self.control, flag) for flag in FLAGS]
 
-        rank_flags = self.world.gather_results(call)
+        rank_flags = self.world.gather_results(notify)
         for i, flag in enumerate(FLAGS):
             setattr(self.control, flag, any(flags[i] for flags in rank_flags))
+
+    def _notify(self, event: str, more: dict[str, Any]) -> None:
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                given = {**self.parts, **more}
+                bound = partial(method, self.args, self.state, self.control, **given)
+                self.control = self._call(type(callback).__name__, bound) or self.control
 
     def _instance(self, callback: Any) -> TrainerCallback:
         """The callback itself, or an instance of it if it is a class."""
@@ -199,7 +221,7 @@ class Callbacks:
             raise RuntimeError(f"callback {name} {error}{place_of(cause)}") from cause
 
     def close(self) -> None:
-        """Close the trackers, also after an error."""
+        """Call `close` of the callbacks that have it, also after an error."""
         for callback in self.callbacks:
             close = getattr(callback, "close", None)
             if close is not None:

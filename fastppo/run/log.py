@@ -1,4 +1,4 @@
-"""The records of a run directory: `metrics.jsonl`, `samples.jsonl` and TensorBoard events.
+"""The records of a run: `metrics.jsonl` and `samples.jsonl` in its directory, and the trackers.
 
 Every iteration, or optimizer step of SFT and the reward model, appends one line of JSON. After a
 resume, the lines past the checkpoint are deleted, since they are written again.
@@ -14,13 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
+from fastppo.data.datasets import write_rows
 from fastppo.data.files import append_lines, write_whole
-from fastppo.data.rows import write_rows
 from fastppo.data.world import World
 from fastppo.run.identity import versions
 from fastppo.run.options import Options
+from fastppo.run.trackers import TrackedRun, load_tracker
 
 PARTS = "parts.jsonl"
 """File with one line per start of the run."""
@@ -57,7 +56,9 @@ class RunLog:
         self._begin_part(first, device)
         for name in ("metrics.jsonl", *SAMPLES.values()):
             self.notes += cut(self.directory / name, index, first)
-        self._tensorboard = SummaryWriter(self.directory / "tensorboard", purge_step=first)
+        run = TrackedRun(self.directory)
+        names = dict.fromkeys(["tensorboard", *getattr(config, "report_to", ())])
+        self._trackers = [load_tracker(name)(run, config, first=first) for name in names]
 
     def _begin_part(self, first: int, device: str) -> None:
         """Append the time, device and versions of this start to parts.jsonl."""
@@ -68,7 +69,7 @@ class RunLog:
         append_lines(path, [part])
 
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
-        """Append a line to metrics.jsonl and the TensorBoard scalars.
+        """Append a line to metrics.jsonl, and pass the metrics to the trackers.
 
         Args:
             warnings: sentences, written under `warnings` if there are any.
@@ -77,11 +78,9 @@ class RunLog:
         try:
             if warnings:
                 record["warnings"] = list(warnings)
-                self._tensorboard.add_text("warnings", "\n\n".join(warnings), number)
             append_lines(self.directory / "metrics.jsonl", [record])
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, number)
-            self._tensorboard.flush()
+            for tracker in self._trackers:
+                tracker.metrics(number, metrics, warnings)
         except OSError as error:
             raise RuntimeError(
                 f"{self.directory}: records could not be written: {error}"
@@ -105,10 +104,14 @@ class RunLog:
         records = [{self.index: number, **sample} for sample in samples]
         if records or not held_out:
             append_lines(self.directory / SAMPLES[held_out], records)
+        if samples and not held_out:
+            for tracker in self._trackers:
+                tracker.samples(number, samples)
 
     def close(self) -> None:
-        """Close the TensorBoard file."""
-        self._tensorboard.close()
+        """Close the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class SharedLog:

@@ -33,13 +33,12 @@ import yaml
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
+from fastppo.plugins import entry_points
 from fastppo.run.former_names import FORMER_NAMES
 from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Flag values of a bool."""
-
-TRACKERS = ("wandb",)
 
 Mapped = TypeVar("Mapped", bound="Options")
 
@@ -382,9 +381,10 @@ class SharingOptions(Options):
     def check_sharing(self) -> None:
         """Raise ValueError for an unknown tracker."""
         for name in self.report_to:
-            if name not in TRACKERS:
+            trackers = entry_points.names(entry_points.TRACKERS)
+            if name not in trackers:
                 raise ValueError(
-                    f"report_to must be one of {', '.join(TRACKERS)}, got {describe(name)}; "
+                    f"report_to must be one of {', '.join(trackers)}, got {describe(name)}; "
                     "TensorBoard is always on, and PPOTrainer(callbacks=[…]) takes transformers' "
                     "callbacks of other trackers"
                 )

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastppo.data.addresses import is_address
+from fastppo.data.datasets import check_source, is_missing_path
 from fastppo.data.files import MissingPathError
-from fastppo.data.rows import check_source, is_missing_path
-from fastppo.environments.agents import SCHEME
-from fastppo.rewards.loading import FUNCTION, URL
+from fastppo.plugins.adapters import is_address
+from fastppo.plugins.loading import FUNCTION
+from fastppo.rewards.loading import URL
 from fastppo.run.directory import check_is_directory, check_no_run
 from fastppo.run.options import Options
 
@@ -44,7 +44,7 @@ def check_paths(config: Options, *, is_new: bool = True) -> None:
         if URL.match(name) or is_address(name):
             continue
         option = "environment" if option == "environment" else "reward"
-        match = FUNCTION.match(name.removeprefix(SCHEME).partition("?")[0])
+        match = FUNCTION.match(name)
         if match is None:
             if is_missing_path(name):
                 raise MissingPathError(f"{option} {name}: there is no such directory", name)

@@ -1,38 +1,40 @@
-"""Logging to W&B by transformers' callback.
+"""The interface of trackers, which show the records of a run elsewhere.
 
-In addition, a resumed run continues the same W&B run (its id is in `trackers.json` of the run
-directory), samples are logged as a table, and a failed run is closed. `fastppo.run.log` writes the
-TensorBoard events.
+`report_to` names entry points of the group `fastppo.trackers`. TensorBoard is always on.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-from transformers.integrations import WandbCallback, is_wandb_available
-
 from fastppo.data.files import write_whole
+from fastppo.plugins import entry_points
+from fastppo.run.options import Options
 
 FILE = "trackers.json"
 
+PROJECT = "fastppo"
+"""The project in a tracker, unless an environment variable names another."""
+
 
 class TrackedRun:
-    """The name and id of a run in the tracker, saved in its directory for a resume.
+    """The name and ids of a run in its trackers, saved in its directory for a resume.
 
     The name is that of the directory with the time of the first start.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self._path = Path(run_dir) / FILE
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._path = self.directory / FILE
         self.ids: dict[str, str] = {}
         """The id of the run by tracker."""
-        self.name = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
+        self.name = f"{self.directory.resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
         if self._path.exists():
             self.ids = json.loads(self._path.read_text("utf-8"))
             self.name = self.ids.pop("run_name")
@@ -45,61 +47,41 @@ class TrackedRun:
         write_whole(self._path, text)
 
 
-class Wandb(WandbCallback):
-    def __init__(self, run: TrackedRun) -> None:
-        super().__init__()
-        self.run = run
-        self._opened = False
+class Tracker(ABC):
+    """A tracker of a run. Its module must be importable without the package of the tracker.
 
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self._wandb.run is None:
-            run = self._wandb.init(
-                project=os.environ.get("WANDB_PROJECT", args.project),
-                name=args.run_name,
-                id=self.run.ids.get("wandb"),
-                resume="allow",
-                dir=args.output_dir,
-            )
-            self._opened = True
-            self.run.keep(wandb=run.id)
-        super().setup(args, state, model, **kwargs)
+    Args:
+        run: name, directory and earlier ids of the run.
+        config: the options.
+        first: number of the next record; larger than 0 after a resume.
+    """
 
-    def on_samples(self, args: Any, state: Any, control: Any, samples: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            columns, rows = table(samples)
-            samples_table = self._wandb.Table(columns=columns, data=rows)
-            self._wandb.log({"samples": samples_table, "train/global_step": state.global_step})
+    requirement = ""
+    """Name for pip of a package that is not installed with the tracker."""
 
+    @abstractmethod
+    def __init__(self, run: TrackedRun, config: Options, *, first: int = 0) -> None: ...
+
+    @abstractmethod
+    def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str]) -> None:
+        """Track the metrics and warnings of an iteration or step, counted from 0."""
+
+    def samples(self, number: int, samples: Sequence[dict[str, Any]]) -> None:  # noqa: B027
+        """Track samples of the training responses, as in samples.jsonl."""
+
+    @abstractmethod
     def close(self) -> None:
-        if self._opened:
-            self._wandb.finish()
-        self._opened = False
-        self._initialized = False
+        """End the tracking, also after an error."""
 
 
-def make_trackers(names: Sequence[str], run: TrackedRun) -> list[TrainerCallback]:
-    """Return the trackers of `report_to`. The only one is W&B.
+def load_tracker(name: str) -> type[Tracker]:
+    """Return the tracker of this name.
 
     Raises:
-        ImportError: wandb is not installed.
+        ImportError: its package is not installed.
     """
-    if names and not is_wandb_available():
-        raise ImportError("report_to=wandb needs wandb: pip install wandb")
-    return [Wandb(run) for _ in names]
-
-
-def table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return (columns, rows) of samples: one column per reward, chats as JSON."""
-    flat = []
-    for sample in samples:
-        row: dict[str, Any] = {}
-        for name, value in sample.items():
-            if isinstance(value, dict):
-                row |= {f"{name}/{key}": term for key, term in value.items()}
-            elif isinstance(value, list):
-                row[name] = json.dumps(value, ensure_ascii=False)
-            else:
-                row[name] = value
-        flat.append(row)
-    columns = list(dict.fromkeys(name for row in flat for name in row))
-    return columns, [[row.get(name) for name in columns] for row in flat]
+    tracker: type[Tracker] = entry_points.load(entry_points.TRACKERS, name)
+    needed = tracker.requirement
+    if needed and importlib.util.find_spec(needed) is None:
+        raise ImportError(f"report_to={name} needs {needed}: pip install {needed}")
+    return tracker

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastppo.data import fingerprint
-from fastppo.data.rows import DataError, Rows, load_rows
+from fastppo.data.datasets import DataError, Rows, load_rows
 from fastppo.models.trunk import context_length
 from fastppo.stages.options import SupervisedConfig
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastppo.data.chat import encode_prompt, is_chat, render_chat
+from fastppo.data.datasets import DataError, Rows
 from fastppo.data.padding import pad, padded_batch
-from fastppo.data.rows import DataError, Rows
 from fastppo.functional.scalars import describe
 from fastppo.stages.data import Encoded
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastppo.data.chat import is_chat
+from fastppo.data.datasets import DataError, Rows
 from fastppo.data.padding import padded_batch
-from fastppo.data.rows import DataError, Rows
 from fastppo.functional.scalars import describe
 from fastppo.rewards.model import cut_beginning, text_ids
 from fastppo.stages.data import Encoded

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from fastppo.data import fingerprint
-from fastppo.data.rows import Rows, shuffled
+from fastppo.data.datasets import Rows, shuffled
 from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
 from fastppo.models.pretrained import (

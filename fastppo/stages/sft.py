@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
-from fastppo.data.rows import Rows
+from fastppo.data.datasets import Rows
 from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
 from fastppo.models.policy import LanguageModel

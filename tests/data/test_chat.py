@@ -17,7 +17,7 @@ from fastppo.data.chat import (
     token_ids,
     with_template_variables,
 )
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 
 CHAT = [{"role": "user", "content": "w9"}]
 

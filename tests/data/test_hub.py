@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from fastppo.data.rows import DataError, load_rows
+from fastppo.data.datasets import DataError, load_rows
 from fastppo.models.pretrained import model_config
 
 CONFIG = json.dumps({"model_type": "llama", "vocab_size": 77}).encode()

@@ -6,8 +6,8 @@ import pytest
 import tiny
 from tokenizers import normalizers
 
+from fastppo.data.datasets import DataError
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import DataError
 
 ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
 

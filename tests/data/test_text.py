@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from fastppo.data.rows import DataError, shuffled
+from fastppo.data.datasets import DataError, shuffled
 from fastppo.data.text import PretrainingText
 
 EOS = 1

@@ -18,12 +18,10 @@ import torch
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
-from fastppo.data.world import World
 from fastppo.environments.agents import Agent
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
 from fastppo.models.policy import LanguageModel
-from fastppo.ppo.setup.build import check_port
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.rollout.decoder import DecoderEngine
@@ -74,7 +72,7 @@ def test_tokens_and_logprobs_are_the_decoders() -> None:
     torch.manual_seed(3)
     sampling_ends = Sampling(max_new_tokens=4, stop_token_ids=tuple(range(3, 23)))
     episode_runner = _turns("listen")
-    heard = sys.modules[episode_runner.environments.make.run.__module__].HEARD  # type: ignore[attr-defined]
+    heard = sys.modules[episode_runner.environments.make.make.__module__].HEARD  # type: ignore[attr-defined]
     prompts, rollout = episode_runner.run(_prompts(6), DecoderEngine(policy), sampling_ends)
     episode_runner.close()
 
@@ -301,20 +299,23 @@ def test_an_error_in_an_agent_stops_the_run_and_names_the_line(agent: Any, sente
 
 
 def test_an_invalid_agent_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"agent .*no function 'nobody' there; it has run"):
+    with pytest.raises(ValueError, match=r"agent .*nobody.* it has run"):
         load_environment(f"{AGENTS}:nobody")
     with pytest.raises(ValueError, match="unexpected keyword argument 'speed'"):
         load_environment(f"{AGENTS}:run?speed=3")
     with pytest.raises(ValueError, match="expected a port that is a number, got 'x'"):
         load_environment(f"{AGENTS}:run?port=x")
+    term = load_environment(f"{AGENTS}:run?port=8123")
+    assert term is not None
+    term.function.check("prompts.jsonl", ["answer"])
     with pytest.raises(ValueError, match=r"2 processes: .* got port=8123"):
-        check_port(load_environment(f"{AGENTS}:run?port=8123"), World(size=2))
+        term.function.check("prompts.jsonl", ["answer"], processes=2)
 
 
 def test_a_missing_column_of_an_agent_is_refused_before_the_run(
     tmp_path: Path,
 ) -> None:
-    sentence = r"agent takes .*: missing a required argument: 'name'; .*api_key, prompt, answer$"
+    sentence = r"agent takes .*: missing a required argument: 'name'; .*api_key, prompt, answer"
     with pytest.raises(ValueError, match=sentence):
         make_trainer(
             tmp_path,

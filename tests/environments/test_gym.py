@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastppo.data.addresses import load_prompts
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.gym import Gym, as_text, read_action
 from fastppo.environments.loading import load_environment
+from fastppo.plugins.adapters import load_prompts
 
 
 class Corridor:

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from environments import Scripted
 
+from fastppo.data.datasets import DataError
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
 from fastppo.rewards.reward import RewardError
@@ -110,7 +110,7 @@ def test_a_command_that_starts_no_server_is_refused(command: str) -> None:
 def test_a_command_that_prints_something_else_is_refused_after_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fastppo.environments.mcp.START_TIMEOUT", 2.0)
+    monkeypatch.setattr("fastppo.environments.mcp_client.START_TIMEOUT", 2.0)
     (tmp_path / "talks.py").write_text(
         "import time\nfor _ in range(3):\n    print('Hello.', flush=True)\ntime.sleep(60)\n"
     )

@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from fastppo import cli
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.environments.loading import load_environment
 
 pytest.importorskip("openenv")

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from fastppo.data.addresses import (
+from fastppo.data.datasets import DataError
+from fastppo.environments.loading import load_environment
+from fastppo.environments.pool import as_opening
+from fastppo.plugins.adapters import (
     Address,
     is_address,
     load_prompts,
 )
-from fastppo.data.rows import DataError
-from fastppo.environments.loading import load_environment
-from fastppo.environments.pool import as_opening
 from fastppo.rewards.loading import load_reward
 
 
@@ -42,9 +42,9 @@ def test_an_address_has_a_name_and_yaml_options() -> None:
         (
             load_environment,
             "reasoning-gym:chain_sum",
-            "only provides prompts and reward",
+            "provides only prompts and reward",
         ),
-        (load_reward, "verifiers:x", "verifiers only provides prompts and environment"),
+        (load_reward, "verifiers:x", "verifiers provides only prompts and environment"),
     ],
 )
 def test_a_package_without_the_requested_kind_is_refused(
@@ -173,7 +173,7 @@ def _sessions(spec: str = COUNTING) -> Any:
 
 
 def _turn(text: str) -> Any:
-    from fastppo.environments.agents import PolicyTurn
+    from fastppo.environments.maker import PolicyTurn
 
     return PolicyTurn(text, prompt_tokens=1, completion_tokens=1)
 

@@ -11,13 +11,13 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.chat import with_text
+from fastppo.data.datasets import DataError
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import DataError
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
+from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, Sampling
 

@@ -52,7 +52,7 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     """Run training and return the final weights and metrics."""
-    import fastppo.ppo.trainer as module
+    import fastppo.run.report.callback as module
 
     module.write_report = lambda run_dir: None  # plots take longer than the runs
     trainer = _trainer(Path(folder), dict(variant))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
+from fastppo.data.datasets import visiting_order
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import FUNCTIONS, PPOConfig

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than the runs here; tests/run/report/test_report.py looks at them."""
-    monkeypatch.setattr("fastppo.ppo.training_run.write_report", lambda run_dir: None)
+    monkeypatch.setattr("fastppo.run.report.callback.write_report", lambda run_dir: None)

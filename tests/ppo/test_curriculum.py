@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from fastppo.data.rows import visiting_order
+from fastppo.data.datasets import visiting_order
 from fastppo.ppo.curriculum import WINDOW, Chosen, Curriculum
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import RunState

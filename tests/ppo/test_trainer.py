@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
+from fastppo.data.datasets import DataError
 from fastppo.data.microbatches import split
-from fastppo.data.rows import DataError
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fastppo.data.rows import load_rows
+from fastppo.data.datasets import load_rows
 from fastppo.recipes import calculator
 from fastppo.recipes.calculator_environment import Calculator
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 import yaml
 
-from fastppo.data.addresses import is_address
+from fastppo.plugins.adapters import is_address
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
 

@@ -13,8 +13,8 @@ import tiny
 from environments import Scripted
 from rich.console import Console
 
+from fastppo.data.datasets import load_rows
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import load_rows
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
 from fastppo.recipes import products

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fastppo.data.rows import load_rows
+from fastppo.data.datasets import load_rows
 from fastppo.recipes import questions
 
 

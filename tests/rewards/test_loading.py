@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import tiny
 
-from fastppo.rewards.loading import load_callable, load_reward, reward_name
+from fastppo.rewards.loading import load_reward, reward_name
 from fastppo.rewards.model import RewardModel
 
 PROMPTS = ["w1 w2 ", "w3 "]
@@ -58,26 +56,3 @@ def test_a_reward_is_named_after_its_function_or_directory(tmp_path) -> None:
     assert reward_name("runs/reward") == "reward"
     (tmp_path / "odd:name").mkdir()
     assert reward_name(f"{tmp_path}/odd:name") == "odd:name"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import functools\n\ndef base(x, **columns): return [1.0]\n"
-        "score = functools.partial(base, x=2)\n",
-        "class Score:\n    def __call__(self, *texts, **columns): return [1.0]\nscore = Score()\n",
-        "from scoring_words import score\n",
-    ],
-    ids=["partial", "object", "from another file"],
-)
-def test_changed_code_changes_the_fingerprint(source: str, tmp_path) -> None:
-    neighbor = tmp_path / "scoring_words.py"
-    neighbor.write_text("def score(*texts, **columns): return [1.0]\n")
-    file = tmp_path / "reward.py"
-    file.write_text(source)
-    prints = [load_callable(f"{file}:score", "reward").fingerprint]
-    for changed in (file, neighbor) if "scoring_words" in source else (file,):
-        changed.write_text(changed.read_text().replace("1.0", "2.0") + "\n")
-        sys.modules.pop("scoring_words", None)
-        prints.append(load_callable(f"{file}:score", "reward").fingerprint)
-    assert len(set(prints)) == len(prints)

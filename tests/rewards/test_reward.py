@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from fastppo.data.prompts import Prompts
 from fastppo.rewards.reward import (
     RewardError,
     RewardTerm,
     Samples,
     Scored,
-    check_signature,
     lacking_columns,
     score,
 )
@@ -138,12 +138,13 @@ def test_missing_columns_are_found_from_the_signature(source, lacking) -> None:
     ("source", "says"),
     [
         ("lambda completion: 0", "takes (completion): too many positional arguments"),
-        ("lambda: 0", "takes no arguments"),
+        ("lambda: 0", "takes (): it has no parameters"),
     ],
 )
 def test_a_signature_without_completions_is_refused(source: str, says: str) -> None:
+    prompts = Prompts(["w1"], [[1]], {"wanted": ["w2"]})
     with pytest.raises(ValueError, match=re.escape(f"reward f {says}")) as refused:
-        check_signature("f", inspect.signature(eval(source)), "p.jsonl", ["wanted"])
+        RewardTerm("f", eval(source)).check("p.jsonl", prompts)
     assert "expected f(prompts, completions, **columns), which takes lists" in str(refused.value)
 
 

@@ -109,8 +109,8 @@ def test_step_rewards_add_up_with_their_weights() -> None:
     prompts = [BYTES("p: ")["input_ids"]] * 2
     responses = [[*BYTES(text)["input_ids"], BYTES.eos_token_id] for text in texts]
     terms = [
-        RewardTerm("steps", lambda p, c: [[(2, 1.0), (5, -3.0)], 4.0], 0.5),
-        RewardTerm("tokens", lambda p, c: [0.25, [1.0, 0.0, 0.0]], 2.0),
+        RewardTerm("steps", lambda p, c: [[(2, 1.0), (5, -3.0)], 4.0], weight=0.5),
+        RewardTerm("tokens", lambda p, c: [0.25, [1.0, 0.0, 0.0]], weight=2.0),
     ]
     scores = Scorer(terms, [], BYTES)(Prompts(["p: "] * 2, prompts), texts, responses)
     assert scores.last.tolist() == [0.5, 2.0]
@@ -128,7 +128,7 @@ def test_each_reward_is_called_once_and_monitors_are_only_logged() -> None:
             calls.append((name, prompts, completions, wanted, completion_ids))
             return [value] * len(prompts)
 
-        return RewardTerm(name, reward, 2.0)
+        return RewardTerm(name, reward, weight=2.0)
 
     scorer = Scorer([named("a", 1.0), named("b", -0.25)], [named("gold", 100.0)], BYTES)
     prompts = Prompts(PROMPTS, [[5], [5]], {"wanted": ["w7", "w9"]})
@@ -146,7 +146,7 @@ def test_each_reward_is_called_once_and_monitors_are_only_logged() -> None:
 def test_a_reward_that_does_not_apply_counts_as_zero() -> None:
     """TRL's rewards return None for completions of another task."""
     terms = [
-        RewardTerm("math", lambda p, c: [4.0, None, 2.0], 0.5),
+        RewardTerm("math", lambda p, c: [4.0, None, 2.0], weight=0.5),
         RewardTerm("style", lambda p, c: [1.0, 3.0, None]),
     ]
     never = RewardTerm("never", lambda p, c: [None] * len(p))

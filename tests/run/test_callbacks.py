@@ -65,6 +65,8 @@ def test_events_come_in_the_order_of_transformers(tmp_path: Path) -> None:
         ("samples", 2),
         ("step_end", 2),
         ("save", 2),
+        ("policy_saved", 2),
+        ("run_end", 2),
         ("train_end", 2),
     ]
     for _, _, given in listener.heard:

@@ -1,4 +1,4 @@
-"""Logging to W&B by transformers' callbacks.
+"""Logging to W&B.
 
 A fake wandb records the calls. If wandb is installed, one test runs it offline.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fastppo.run import trackers
-from fastppo.run.trackers import TrackedRun, table
+from fastppo.run.trackers import TrackedRun, load_tracker
+from fastppo.trackers.wandb import table
 from runs import make_trainer, records
 
 Heard = list[tuple[str, Any]]
@@ -111,10 +111,12 @@ def test_a_failed_run_is_closed_in_the_tracker(heard: Heard, tmp_path: Path) -> 
     assert heard[-1] == ("finish", None)
 
 
-def test_a_missing_package_is_an_error_with_the_install_command(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(trackers, "is_wandb_available", lambda: False)
-    with pytest.raises(ImportError, match="report_to=wandb needs wandb: pip install wandb"):
-        trackers.make_trackers(["wandb"], TrackedRun(tmp_path))
+def test_a_missing_package_is_an_error_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"report_to=wandb .*pip install wandb"):
+        load_tracker("wandb")
 
 
 def test_the_name_of_a_run_is_kept_for_a_resume(tmp_path: Path) -> None:

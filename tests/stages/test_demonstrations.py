@@ -8,8 +8,8 @@ import pytest
 import tiny
 from stage_runs import ROWS
 
+from fastppo.data.datasets import DataError
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import DataError
 from fastppo.stages.demonstrations import IGNORED, collate, encode_chat, encode_demonstrations
 
 EOS = 1

@@ -10,7 +10,7 @@ import tiny
 import torch
 from stage_runs import PAIRS
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.stages.preferences import (
     Comparison,
     collate,

@@ -14,7 +14,7 @@ import torch
 from stage_runs import ROWS, interrupted, sft, sft_config
 from transformers import Trainer, TrainingArguments
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.data import row_limit, split_by_prompt

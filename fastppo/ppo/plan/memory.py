@@ -50,11 +50,11 @@ from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
 from fastppo.models.trunk import hidden_states, last_states, layers_of
+from fastppo.plugins.loading import FUNCTION
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.engines import ENGINES
 from fastppo.ppo.plan.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.setup.run_models import make_policy, make_reference
-from fastppo.rewards.loading import FUNCTION
 
 DRAW_BUFFERS = 4
 """Number of [B, V] fp32 buffers of a sampling step: logits, scores, probabilities, random

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,26 @@ from transformers import set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.world import World, join
-from fastppo.environments.agents import Agent
-from fastppo.environments.turns import OneTurn, Turns
+from fastppo.environments.turns import Turns
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import check_vocabulary, pad_token_id, stop_token_ids
 from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
 from fastppo.models.sharding import shard
+from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig, check_processes
 from fastppo.ppo.parts import Parts
-from fastppo.ppo.setup.preflight import (
-    Given,
-    RunInputs,
-    episode_file,
-    failure_file,
-    preflight,
-    replaced_prompts,
-)
+from fastppo.ppo.setup.dry_run import episode_file, failure_file
+from fastppo.ppo.setup.preflight import Given, RunInputs, preflight, replaced_prompts
 from fastppo.ppo.setup.run_models import ModelLoader, make_policy, make_reference
 from fastppo.ppo.setup.user_engine import make_user_engine
-from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.reward import RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.async_engine import AsyncEngine, CopyEngine
 from fastppo.rollout.engines import make_engine
+from fastppo.rollout.one_turn import OneTurn
 from fastppo.rollout.server import ServerEngine
 from fastppo.rollout.sharing import SharedEngine
 from fastppo.rollout.stopping import StopStrings
@@ -79,8 +72,8 @@ def build(
     world = world or World()
     device = world.device or choose_device(config.device)
     calls = CallOptions(config.reward_timeout, say)
-    inputs = preflight(config, given, device=device, calls=calls, world=world)
-    check_port(inputs.rewards.environment, world)
+    inputs = preflight(config, given, world=world)
+    inputs = replace(inputs, rewards=inputs.rewards.loaded(device))
     set_seed(config.seed)  # the rewards may have drawn random numbers
     models = load_models(config, given, inputs.tokenizer, device)
     policy = models.policy
@@ -261,16 +254,6 @@ def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> S
         stop_token_ids=stop,
         stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
     )
-
-
-def check_port(environment: RewardTerm | None, world: World) -> None:
-    """Raise ValueError if several processes would serve their agents at one port."""
-    agent = None if environment is None else environment.function
-    if isinstance(agent, Agent) and agent.server.port and world.size > 1:
-        raise ValueError(
-            f"{world.size} processes: each serves the agents of its own rows, so leave out the "
-            f"port, got port={agent.server.port}"
-        )
 
 
 def make_episode_runner(

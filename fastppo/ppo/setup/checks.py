@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
-from fastppo.environments.turns import OneTurn
 from fastppo.models.device import busy_cpu
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
@@ -16,6 +15,7 @@ from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout.one_turn import OneTurn
 from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4

@@ -13,7 +13,8 @@ from fastppo.models.pretrained import model_config
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.checks import odd_options
-from fastppo.ppo.setup.preflight import MADE_UP, RunInputs, replaced_prompts
+from fastppo.ppo.setup.dry_run import MADE_UP
+from fastppo.ppo.setup.preflight import RunInputs, replaced_prompts
 from fastppo.run.directory import holds_run
 from fastppo.run.options import unused
 

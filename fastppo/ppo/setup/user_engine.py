@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastppo.models.policy import ActorCritic
+from fastppo.plugins.calling import place_of
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.rewards.calling import place_of
 from fastppo.rollout import RolloutEngine, as_engine
 
 

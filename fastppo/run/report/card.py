@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from fastppo.data.files import write_whole
+from fastppo.run.checkpoint import iteration_of
 from fastppo.run.identity import versions
 from fastppo.run.report.charts import number_of, with_initial_evaluation
 from fastppo.run.report.report import read_run
@@ -89,6 +90,13 @@ def write_card(run_dir: Path, directory: Path, *, iterations: int | None = None)
         options=yaml.safe_dump(_without_folder(run.config), sort_keys=False).strip(),
     )
     write_whole(directory / "README.md", card.content + "\n")
+
+
+def write_card_of_checkpoint(path: Path, directory: Path) -> None:
+    """Write README.md to the directory of a checkpoint's policy, if the run has records of it."""
+    iterations = iteration_of(path)
+    if iterations and (path.parent / "metrics.jsonl").exists():
+        write_card(path.parent, directory, iterations=iterations)
 
 
 def _without_folder(value: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from fastppo.data.rows import DataError
+from fastppo.data.datasets import DataError
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.build import RunComponents, build

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastppo.data.rows import (
+from fastppo.data.datasets import (
     DataError,
     NoSuchDataError,
     is_missing_path,

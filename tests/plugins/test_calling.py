@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fastppo.rewards.calling import UserCodeError, call
+from fastppo.plugins.calling import UserCodeError, call
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("x" * 100_000)])

@@ -1,10 +1,13 @@
-"""Call users' code: rewards, environments, agents, tools and callbacks of PPO.
+"""Call users' code, and explain its errors by the user's file and line.
 
-Every exception, `SystemExit` included, becomes a `UserCodeError` with the user's file and line.
-Torch's random state is restored after each call. Python cannot stop a function that hangs, so with
-a time limit the function runs in a daemon thread and is abandoned when the time is up.
+Rewards, environments, agents, tools, adapters and callbacks are called by `call`. Every exception,
+`SystemExit` included, becomes a `UserCodeError`, and torch's random state is restored after each
+call. Python cannot stop a function that hangs, so with a time limit the function runs in a daemon
+thread and is abandoned when the time is up.
 
-Rollout engines share the trainer's random state.
+Objectives, advantages and optimizers are part of the trainer's own computation: they share its
+random state and have no time limit. `explaining` wraps them. Rollout engines, too, share the
+trainer's random state, so that a resumed run samples the same responses.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import inspect
 import os
 import sysconfig
@@ -183,6 +187,33 @@ async def await_call(function: Callable[[], Any]) -> Any:
         if task is not None and task.cancelling():  # by this module, so nobody reads the result
             raise asyncio.CancelledError from None
         raise
+
+
+def explaining(
+    name: str,
+    function: Callable[..., Any],
+    is_passed: Callable[[Exception], bool] = lambda error: False,
+) -> Callable[..., Any]:
+    """Wrap a function of the trainer's computation, so that its exceptions name the user's line.
+
+    Args:
+        name: what the function is, at the start of the message.
+        is_passed: tells the exceptions that the trainer handles, which are raised as they are.
+
+    Returns:
+        The function, which raises RuntimeError.
+    """
+
+    @functools.wraps(function)
+    def explained(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except Exception as error:
+            if is_passed(error):
+                raise
+            raise RuntimeError(f"{name} raised {error!r}{place_of(error)}") from error
+
+    return explained
 
 
 async def _cancel_other_tasks() -> None:

@@ -1,0 +1,1 @@
+"""Users' code and other packages: finding, loading and calling it."""

@@ -1,0 +1,115 @@
+"""Try the user's functions before a run, so that a broken one fails within seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastppo.data.chat import token_ids
+from fastppo.data.prompts import Prompts
+from fastppo.environments.turns import POLICY, Turns, as_turns
+from fastppo.plugins.calling import CallOptions
+from fastppo.plugins.loading import Plugin
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
+from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
+
+MADE_UP = "A made-up response"
+"""Text on which rewards and the environment are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTurn:
+    """The start of an episode, from the dry run."""
+
+    tokens: int
+    """Number of tokens before the turn."""
+    text: str
+    """Text of these tokens."""
+    answer: str
+    """Observation after the turn; "" if the episode ended."""
+    has_prompt: bool
+    """Whether the episode begins with the text of the prompt."""
+
+
+class _MadeUpEngine(RolloutEngine):
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokens = token_ids(tokenizer, MADE_UP) or [0]
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        return Rollout([self.tokens for _ in prompt_ids], [FINISHED for _ in prompt_ids])
+
+
+def dry_run(
+    config: PPOConfig,
+    prompts: Prompts,
+    rewards: Sequence[RewardTerm],
+    environment: Plugin | None,
+    *,
+    tokenizer: Any,
+    context: int | None,
+) -> FirstTurn | None:
+    """Score a made-up response to the first prompt, and play a made-up turn.
+
+    Args:
+        rewards: those that an option names as a function are called, each once.
+        environment: None if there is none to try.
+
+    Raises:
+        RewardError: a reward or the environment raised, or returned something invalid.
+    """
+    first = prompts.select([0])
+    calls = CallOptions(config.reward_timeout)
+    samples = Samples(first.prompts, [MADE_UP], first.columns, [[0]])
+    try:
+        for term in rewards:
+            if term.is_named_function:
+                score(term, samples, failure_file(config), calls)
+        maker: Any = None if environment is None else environment.function
+        if maker is None or not maker.can_be_tried:
+            return None
+        turns = Turns(
+            maker,
+            tokenizer,
+            max_turns=1,
+            context=context,
+            options=calls,
+            failure_file=episode_file(config),
+        )
+        with closing(turns):
+            first, rollout = turns.run(
+                first, _MadeUpEngine(tokenizer), Sampling(config.max_new_tokens)
+            )
+    except RewardError as error:
+        raise RewardError(
+            f"{error}; it was tried with a made-up response, before the models are loaded"
+        ) from error.__cause__
+    return _first_turn(first, rollout, tokenizer)
+
+
+def _first_turn(prompts: Prompts, rollout: Rollout, tokenizer: Any) -> FirstTurn:
+    assert rollout.turns is not None
+    episode = rollout.turns[0]
+    last = episode[-1]
+    opening = itertools.takewhile(lambda turn: turn["role"] != POLICY, episode)
+    prompt = str(as_turns(prompts.prompts[0], POLICY)[-1]["text"]).strip()
+    return FirstTurn(
+        tokens=len(prompts.token_ids[0]),
+        text=tokenizer.decode(prompts.token_ids[0]),
+        answer="" if last["role"] == POLICY else last["text"],
+        has_prompt=any(prompt in str(turn["text"]) for turn in opening),
+    )
+
+
+def failure_file(config: PPOConfig) -> Path:
+    """Return the path of the samples of a failed reward."""
+    return Path(config.output_dir) / "failed_reward.json"
+
+
+def episode_file(config: PPOConfig) -> Path:
+    """Return the path of the episode of a failed environment."""
+    return Path(config.output_dir) / "failed_episode.json"

@@ -1,0 +1,26 @@
+"""Responses of one turn."""
+
+from __future__ import annotations
+
+from fastppo.data.prompts import Prompts
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
+
+
+class OneTurn:
+    """Sample responses of one turn, without an environment.
+
+    `fastppo.environments.turns.Turns` has the same interface.
+    """
+
+    name = ""
+    has_rewards = False
+    max_turns = 1
+
+    def run(
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+    ) -> tuple[Prompts, Rollout]:
+        """Return the prompts and their responses."""
+        return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,1 @@
+"""Trackers, found by entry point. Nothing imports them."""
