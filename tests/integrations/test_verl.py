@@ -14,7 +14,7 @@ from processes import ROOT
 from torch import Tensor
 
 import fastppo
-from fastppo.ppo.old_policy import importance
+from fastppo.ppo.policies import importance
 from fastppo.ppo.options.config import PPOConfig
 
 pytest.importorskip("verl", reason="expected verl==0.9.1, installed as in benchmarks/README.md")

@@ -35,34 +35,27 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
 def test_evaluations_follow_eval_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And one before the first update; the console has each, with the best of each mode."""
-    trainer = _trainer(tmp_path, iterations=5, eval_interval=2, eval_sampling="both")
+    """There is one before the first update, too; the console shows each, and which is the best."""
+    trainer = _trainer(tmp_path, iterations=5, eval_interval=2)
     trainer.train()
     lines = records(trainer)
     assert ["eval/reward" in line for line in lines] == [False, True, False, True, False]
     evaluated = {name for name in lines[1] if name.startswith("eval/")}
     names = {"reward", "reward_error", "reward/count_w7", "kl", "response_length", "eos_rate"}
-    assert evaluated == {f"eval/{name}" for name in names} | {
-        f"eval/greedy/{name}" for name in names
-    }
+    assert evaluated == {f"eval/{name}" for name in names}
     assert lines[3]["eval/kl"] != lines[1]["eval/kl"]
     before = {name for name in lines[0] if name.startswith("before/")}
     assert before == {name.replace("eval/", "before/") for name in evaluated}
     assert lines[0]["before/kl"] == pytest.approx(0, abs=1e-5)
     said = [line for line in capsys.readouterr().err.splitlines() if "held out" in line]
     shown = [
-        f"{mode}: reward {line[f'{prefix}reward']:.3f} ± {line[f'{prefix}reward_error']:.3f}"
-        for line, prefixes in (
-            (lines[0], ("before/", "before/greedy/")),
-            (lines[1], ("eval/", "eval/greedy/")),
-            (lines[3], ("eval/", "eval/greedy/")),
-        )
-        for mode, prefix in zip(("held out", "held out, greedy"), prefixes, strict=True)
+        f"held out: reward {line[f'{prefix}reward']:.3f} ± {line[f'{prefix}reward_error']:.3f}"
+        for line, prefix in ((lines[0], "before/"), (lines[1], "eval/"), (lines[3], "eval/"))
     ]
-    assert all(part in line for part, line in zip(shown, said[-6:], strict=True)), said
-    sampled = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
-    are_best = [line.endswith(", the best so far") for line in said[-6::2]]
-    assert are_best == [False, sampled[1] > sampled[0], sampled[2] > max(sampled[:2])]
+    assert all(part in line for part, line in zip(shown, said[-3:], strict=True)), said
+    rewards = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
+    are_best = [line.endswith(", the best so far") for line in said[-3:]]
+    assert are_best == [False, rewards[1] > rewards[0], rewards[2] > max(rewards[:2])]
 
 
 def test_an_evaluation_without_a_reference_has_no_kl(
@@ -79,19 +72,18 @@ def test_an_evaluation_without_a_reference_has_no_kl(
 
 
 def test_evaluation_means_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
-    """Of twenty prompts in parts of eight; greedily, since the draws of a part are its own."""
-    options = {"rollout_batch_size": 8, "eval_sampling": "greedy", "eval_interval": 1}
-    trainer = _trainer(tmp_path, **options, iterations=1)
-    metrics = trainer.train()
+    """Twenty prompts in parts of eight. The policy samples greedily, because the parts have
+    different random numbers."""
+    trainer = _trainer(tmp_path, rollout_batch_size=8, eval_interval=1, iterations=1)
     prompts = trainer.evaluation.prompts
     assert prompts is not None
-    greedy = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
+    trainer.parts.sampling = replace(trainer.parts.sampling, greedy=True)
+    metrics = trainer.train()
+    whole = trainer.evaluate(prompts)
     for name in ("reward", "kl", "response_length", "eos_rate"):
-        assert metrics[f"eval/greedy/{name}"] == pytest.approx(greedy[name], abs=1e-5), name
-    error = greedy["scores"].total.std().item() / len(prompts) ** 0.5
-    assert metrics["eval/greedy/reward_error"] == pytest.approx(error, abs=1e-6)
-    for name in ("reward", "reward_error"):
-        assert metrics[f"eval/{name}"] == metrics[f"eval/greedy/{name}"]
+        assert metrics[f"eval/{name}"] == pytest.approx(whole[name], abs=1e-5), name
+    error = whole["scores"].total.std().item() / len(prompts) ** 0.5
+    assert metrics["eval/reward_error"] == pytest.approx(error, abs=1e-6)
 
 
 def test_the_parts_of_an_evaluation_have_their_own_random_numbers(tmp_path: Path) -> None:
@@ -206,23 +198,20 @@ def test_a_failed_evaluation_of_a_run_that_stops_is_reported(
 
 def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
-    options = {"eval_sampling": "both", "eval_interval": 1}
-    trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)
+    options = {"eval_interval": 1, "rollout_batch_size": 6}
+    trainer = _trainer(tmp_path, **options, iterations=2)
     trainer.train()
     lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
-    assert [(line["iteration"], line["sampling"], line["row"]) for line in lines] == [
-        (iteration, sampling, row)
-        for iteration in (0, 1)
-        for sampling in ("sampled", "greedy")
-        for row in range(8)
+    assert [(line["iteration"], line["row"]) for line in lines] == [
+        (iteration, row) for iteration in (0, 1) for row in range(8)
     ]
     for line in lines:
         assert line["prompt"] == tiny.PROMPTS[line["row"]]["prompt"]
         assert line["reward"] == pytest.approx(line["completion"].split().count("w7") / 8)
         assert line["rewards"] == {"count_w7": pytest.approx(line["reward"])}
-    again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
+    again = _trainer(tmp_path, **options, iterations=3, resume=True)
     again.train()
-    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
+    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:16] == lines
 
 
 def test_a_reward_that_does_not_apply_is_left_out_of_means_and_samples(tmp_path: Path) -> None:

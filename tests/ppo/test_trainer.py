@@ -318,7 +318,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
         trainer.update(first_experience(trainer), one_step(trainer))
         gradients[coef] = {n: p.grad.clone() for n, p in trainer.model.causal_lm.named_parameters()}
     fresh = tiny.model().eval()
-    blocks = trainer.pretraining.at(0, trainer.config.ptx_batch_size, trainer.config.seed)
+    blocks = trainer.parts.pretraining.at(0, trainer.config.ptx_batch_size, trainer.config.seed)
     fresh(input_ids=blocks, labels=blocks).loss.backward()
     for name, parameter in fresh.named_parameters():
         wanted = gradients[0.0][name] + 2.5 * parameter.grad
@@ -615,7 +615,7 @@ def test_given_old_logprobs_and_values_are_used(tmp_path: Path) -> None:
 
 def test_evaluate_uses_the_current_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, monitor_rewards=[tiny.count_w7])
-    prompts = trainer.prompts.select(range(5))
+    prompts = trainer.parts.prompts.select(range(5))
     perturb(trainer)
     result = trainer.evaluate(prompts)
     assert len(result["completions"]) == 5

@@ -13,7 +13,8 @@ import torch
 from fastppo.data.rows import DataError
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.build import RunComponents, build
+from fastppo.ppo.parts import Parts
+from fastppo.ppo.setup.build import build
 from fastppo.ppo.setup.preflight import Given
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
@@ -21,7 +22,7 @@ from fastppo.rollout.generate import GenerateEngine
 from runs import make_trainer
 
 
-def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
+def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> Parts:
     """Build a run on a tiny model; `options` are fields of the config or of `Given`."""
     handed: dict[str, Any] = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
     names = (

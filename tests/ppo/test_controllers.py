@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
+from fastppo.ppo.controllers import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
 
@@ -36,7 +36,6 @@ def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
         kl_controller="adaptive",
         kl_coef=0.1,
         kl_target=0.01,
-        kl_horizon=100,
         iterations=3,
         rewards=[tiny.every_other],
     )
@@ -44,7 +43,7 @@ def test_a_run_updates_the_adaptive_coefficient(tmp_path: Path) -> None:
     expected = 0.1
     for record in records(trainer):
         assert record["kl_coef"] == pytest.approx(expected, rel=1e-9)
-        expected *= 1 + min(max(record["kl"] / 0.01 - 1, -0.2), 0.2) * 16 / 100
+        expected *= 1 + min(max(record["kl"] / 0.01 - 1, -0.2), 0.2) * 16 / 10_000
     assert expected != 0.1
 
 
@@ -55,7 +54,7 @@ def test_the_penalty_coefficient_doubles_or_halves(
     trainer = make_trainer(tmp_path, objective="penalty", learning_rate=rate, iterations=1)
     metrics = trainer.train()
     assert metrics["policy_kl_coef"] == 1.0
-    assert trainer.state.policy_kl_control.coef == pytest.approx(factor)
+    assert trainer.state.coefficients.controllers["policy_kl_coef"].coef == pytest.approx(factor)
 
 
 def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
@@ -68,7 +67,7 @@ def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
         wanted = coef if last <= 1.5 else 0.0
         assert control.coef == wanted
         applied.add(wanted)
-        control.update(entropy)
+        control.update(entropy, sequences=16)
         coef = min(coef + 0.005, 1.0) if entropy <= 1.5 else max(coef - 0.005, 0.0)
         last = entropy
     assert {0.0, 1.0} < applied
