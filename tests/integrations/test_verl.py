@@ -14,8 +14,8 @@ from processes import ROOT
 from torch import Tensor
 
 import fastppo
-from fastppo.ppo.policies import importance
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.policies import importance
 
 pytest.importorskip("verl", reason="expected verl==0.9.1, installed as in benchmarks/README.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")

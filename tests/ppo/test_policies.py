@@ -12,8 +12,8 @@ from torch import nn
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.policies import importance, mismatch, read_old_policy
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.policies import importance, mismatch, read_old_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -119,7 +119,7 @@ def test_missing_values_are_computed_by_the_value_function(
     rollout, batch = _drawn(trainer)
     sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
     passes = _passes(trainer)
-    old, metrics = _read(trainer, rollout, batch)
+    old, _ = _read(trainer, rollout, batch)
     assert passes == passes_of_the_policy
     assert torch.equal(old.old_logprobs, torch.cat(sampled))
     wanted = trainer.model.evaluate(batch, **trainer.config.softmax)

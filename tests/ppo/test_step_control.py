@@ -28,13 +28,14 @@ from fastppo.ppo.step_control import (
 from fastppo.ppo.trained import Trained
 from runs import ONE_STEP, adamw, first_experience, make_trainer
 
+TRAINED = Trained()
 EXPERIENCE = Experience(Batch.of([[4]] * 4, [[5, 6]] * 4))
 
 
 class Update:
     """An update of one weight, with gradients and KLs that the test chooses."""
 
-    def __init__(self, trained: Trained = Trained(), **options: Any) -> None:
+    def __init__(self, trained: Trained = TRAINED, **options: Any) -> None:
         self.weight = nn.Parameter(torch.zeros(1))
         self.said: list[str] = []
         options = {"learning_rate": 1e-3, "ppo_epochs": 3, "minibatches": 2, **options}
@@ -120,7 +121,7 @@ def test_without_gradients_there_is_no_step_but_the_schedule_goes_on() -> None:
     assert update.control.optimizer_step == 1
 
 
-# -------------------------------------------------------------------------------- the end of an update
+# ---------------------------------------------------------------------------- the end of an update
 
 
 def test_early_stop_kl_ends_the_update_after_an_epoch() -> None:
@@ -176,7 +177,7 @@ def test_objective_penalty_reports_the_mean_kl_of_the_last_epoch() -> None:
     assert "policy_kl" not in update.control.end_update({"approx_kl": 0.5})
 
 
-# -------------------------------------------------------------------------- a step that goes too far
+# ------------------------------------------------------------------------- a step that goes too far
 
 
 def test_a_step_that_goes_too_far_is_undone_and_ends_the_update() -> None:

@@ -224,6 +224,16 @@ def test_options_that_do_not_fit_the_parts_are_refused(
         _build(tmp_path, **options)
 
 
+def test_a_missing_reward_column_is_refused(tmp_path: Path) -> None:
+    def of_answers(prompts, completions, answer, weight=1.0, **columns):
+        return [0.0 for _ in answer]
+
+    with pytest.raises(DataError, match=r"reward of_answers needs the column 'answer'; .*: wanted"):
+        make_trainer(tmp_path, rewards=[of_answers])
+    rows = [{**row, "answer": "x"} for row in tiny.PROMPTS]
+    make_trainer(tmp_path, rewards=[of_answers], prompts=rows)
+
+
 def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:
     def ensemble(prompts, completions):
         return [0.0] * len(prompts)
