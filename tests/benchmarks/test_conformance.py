@@ -21,7 +21,7 @@ from benchmarks.conformance.differences import DIFFERENCES
 from benchmarks.conformance.fixtures import FOLDER, difference, fixtures
 from benchmarks.conformance.peers import PEERS
 from fastppo.functional import aggregation, value_loss
-from fastppo.ppo import advantages, kl_control
+from fastppo.ppo import controllers, estimators
 
 WRITTEN = ("fixtures.json", "fixtures.safetensors")
 
@@ -104,8 +104,8 @@ FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
     (aggregation, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
     (value_loss.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
     (ours, "importance", '"sum", lengths', '"mean", lengths', {"weights-sequence-truncate"}),
-    (advantages, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
-    (kl_control.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),
+    (estimators, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
+    (controllers.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.ppo.value_head import ClosedFormHead
 from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl
 from fastppo.stages.reward_model import load_classifier
@@ -44,9 +45,10 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
         names[id(weight)]: full_tensor(master.detach()).clone()
         for weight, master in zip(trainer.optimizer.weights, masters, strict=True)
     }
-    regression = trainer.state.value_regression
-    if regression is not None and regression.heads is not None:
-        found["value_function.head"] = regression.heads[regression.best].clone()
+    if isinstance(trainer.value_head, ClosedFormHead):
+        regression = trainer.value_head.regression
+        if regression.heads is not None:
+            found["value_function.head"] = regression.heads[regression.best].clone()
     return found
 
 
@@ -131,7 +133,7 @@ def collectives(folder: str) -> dict[int, Counter[str]]:
         experience = first_experience(trainer)
         trainer.engine.release()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            trainer.update(experience, trainer.config)
+            trainer.update(experience, trainer.begin_iteration())
         counts = Counter(event.name for event in profiled.events())
         counts_by_microbatches[microbatches] = counts
     return counts_by_microbatches
@@ -154,7 +156,7 @@ def held_bytes(folder: str) -> int:
     """Return the bytes of weights, gradients and moments on this rank after a step."""
     options = {"minibatches": 1, "ppo_epochs": 1}
     trainer = make_trainer(Path(folder), **options)
-    trainer.update(first_experience(trainer), trainer.config)
+    trainer.update(first_experience(trainer), trainer.begin_iteration())
     reshard(trainer.model)
     held = [*trainer.model.parameters(), *(p.grad for p in trainer.model.parameters())]
     held += [x for entry in trainer.optimizer.state.values() for x in entry.values()]
@@ -289,8 +291,8 @@ def rollouts(folder: str) -> dict[str, Any]:
     trainer = make_trainer(Path(folder))
     torch.manual_seed(3)
     drawn = [
-        trainer.engine.generate([[4, 5], [6], [7, 8, 9], [4], [5]], trainer.sampling),
-        trainer.engine.generate([[4, 5]], trainer.sampling),
+        trainer.engine.generate([[4, 5], [6], [7, 8, 9], [4], [5]], trainer.parts.sampling),
+        trainer.engine.generate([[4, 5]], trainer.parts.sampling),
     ]
     after = torch.rand(3)
     known_by_rank = trainer.world.gather(([rollout.tokens for rollout in drawn], after.tolist()))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.datasets import visiting_order
@@ -17,6 +17,8 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.world import join
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import FUNCTIONS, PPOConfig
+from fastppo.ppo.state import RunState
+from fastppo.ppo.step_control import make_step_control
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -44,6 +46,9 @@ LEARNING: dict[str, Any] = {
     "kl_coef": 0.0,
 }
 """Of a run whose reward rises above a half. A policy at random gets about 1/43, the best gets 1."""
+
+ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
+"""Options of one optimizer step per iteration."""
 
 
 class Watched(RolloutEngine):
@@ -94,16 +99,18 @@ def tensors_of(experience: Experience) -> dict[str, Tensor]:
 
 def first_prompts(trainer: PPOTrainer, count: int) -> Prompts:
     """The first of the shuffled epochs."""
-    assert trainer.prompts is not None
-    return trainer.prompts.select(visiting_order(len(trainer.prompts), 0, count, seed=0))
+    prompts = trainer.parts.prompts
+    assert prompts is not None
+    return prompts.select(visiting_order(len(prompts), 0, count, seed=0))
 
 
 def first_experience(trainer: PPOTrainer) -> Experience:
     """One scored rollout, before any update."""
     prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
-    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
-    scores = trainer.score(prompts, rollout, trainer.config)
-    return trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)[0]
+    coefficients = trainer.begin_iteration()
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
+    scores = trainer.score(prompts, rollout, coefficients)
+    return trainer.make_experience(prompts.token_ids, rollout, scores, coefficients)[0]
 
 
 def experience_of(
@@ -123,12 +130,13 @@ def experience_of(
     reasons = ["length" if truncated else "stop"] * len(batch)
     rollout = Rollout(responses, reasons, response_mask=response_mask)
     rewards = scores if isinstance(scores, Scores) else Scores(scores)
-    return trainer.make_experience(prompt_ids, rollout, rewards, trainer.config)
+    return trainer.make_experience(prompt_ids, rollout, rewards, trainer.begin_iteration())
 
 
-def one_step(trainer: PPOTrainer, **options: Any) -> PPOConfig:
-    """The trainer's options with one optimizer step per iteration."""
-    return replace(trainer.config, **{"ppo_epochs": 1, "minibatches": 1, **options})
+def fresh_state(config: PPOConfig) -> RunState:
+    """The state of a run before its first iteration, with an optimizer of one weight."""
+    optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))], "peak_lr": 1e-3, "lr": 1e-3}])
+    return RunState.of(config, make_step_control(config, optimizer, lambda *said: None))
 
 
 def perturb(trainer: PPOTrainer, scale: float = 0.05) -> None:
@@ -187,8 +195,8 @@ def assert_learns(trainer: PPOTrainer) -> None:
 
 def update_gradients(tmp_path: Path, **options: Any) -> dict[str, Tensor]:
     """The gradient of each parameter in one optimizer step on one rollout."""
-    one_step = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9}
-    trainer = make_trainer(tmp_path, **{"value_head": "gradient", **one_step, **options})
+    fixed = {"value_head": "gradient", "max_grad_norm": 1e9, **ONE_STEP}
+    trainer = make_trainer(tmp_path, **{**fixed, **options})
     torch.manual_seed(5)
-    trainer.update(first_experience(trainer), trainer.config)
+    trainer.update(first_experience(trainer), trainer.begin_iteration())
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}

@@ -145,7 +145,7 @@ def draw_in_groups(folder: str) -> dict[str, Any]:
     torch.manual_seed(3)
     prompts = [[4, 5], [6], [7, 8, 9], [4], [5]]
     rollouts = [
-        trainer.engine.generate(batch, trainer.sampling) for batch in (prompts, prompts[:1])
+        trainer.engine.generate(batch, trainer.parts.sampling) for batch in (prompts, prompts[:1])
     ]
     tokens = [rollout.tokens for rollout in rollouts]
     return {

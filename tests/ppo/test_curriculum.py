@@ -17,13 +17,13 @@ from fastppo.ppo.state import RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
-from runs import make_trainer, records
+from runs import fresh_state, make_trainer, records
 
 COUNT = 10
 
 
 def _state() -> RunState:
-    return RunState.of(PPOConfig())
+    return fresh_state(PPOConfig())
 
 
 def test_without_options_epochs_are_shuffled() -> None:

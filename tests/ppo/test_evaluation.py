@@ -34,7 +34,7 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
 def test_evaluations_follow_eval_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And one before the first update; the console has each, and marks the best."""
+    """There is one before the first update, too; the console shows each, and which is the best."""
     trainer = _trainer(tmp_path, iterations=5, eval_interval=2)
     trainer.train()
     lines = records(trainer)
@@ -52,9 +52,9 @@ def test_evaluations_follow_eval_interval(
         for line, prefix in ((lines[0], "before/"), (lines[1], "eval/"), (lines[3], "eval/"))
     ]
     assert all(part in line for part, line in zip(shown, said[-3:], strict=True)), said
-    sampled = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
+    rewards = [lines[0]["before/reward"], lines[1]["eval/reward"], lines[3]["eval/reward"]]
     are_best = [line.endswith(", the best so far") for line in said[-3:]]
-    assert are_best == [False, sampled[1] > sampled[0], sampled[2] > max(sampled[:2])]
+    assert are_best == [False, rewards[1] > rewards[0], rewards[2] > max(rewards[:2])]
 
 
 def test_an_evaluation_without_a_reference_has_no_kl(
@@ -71,12 +71,13 @@ def test_an_evaluation_without_a_reference_has_no_kl(
 
 
 def test_evaluation_means_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
-    """Of twenty prompts in parts of eight, with one token to choose from."""
-    options = {"rollout_batch_size": 8, "eval_interval": 1, "top_k": 1, "kl_coef": 0.01}
-    trainer = _trainer(tmp_path, **options, iterations=1)
-    metrics = trainer.train()
+    """Twenty prompts in parts of eight. The policy samples greedily, because the parts have
+    different random numbers."""
+    trainer = _trainer(tmp_path, rollout_batch_size=8, eval_interval=1, iterations=1)
     prompts = trainer.evaluation.prompts
     assert prompts is not None
+    trainer.parts.sampling = replace(trainer.parts.sampling, greedy=True)
+    metrics = trainer.train()
     whole = trainer.evaluate(prompts)
     for name in ("reward", "kl", "response_length", "eos_rate"):
         assert metrics[f"eval/{name}"] == pytest.approx(whole[name], abs=1e-5), name
@@ -196,8 +197,8 @@ def test_a_failed_evaluation_of_a_run_that_stops_is_reported(
 
 def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
-    options = {"eval_interval": 1}
-    trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)
+    options = {"eval_interval": 1, "rollout_batch_size": 6}
+    trainer = _trainer(tmp_path, **options, iterations=2)
     trainer.train()
     lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
     assert [(line["iteration"], line["row"]) for line in lines] == [
@@ -207,7 +208,7 @@ def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
         assert line["prompt"] == tiny.PROMPTS[line["row"]]["prompt"]
         assert line["reward"] == pytest.approx(line["completion"].split().count("w7") / 8)
         assert line["rewards"] == {"count_w7": pytest.approx(line["reward"])}
-    again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
+    again = _trainer(tmp_path, **options, iterations=3, resume=True)
     again.train()
     assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:16] == lines
 

@@ -22,9 +22,16 @@ RESPONSES = [[1, 1, 4], [2], [1, 3]]
 BATCH = Batch.of(PROMPTS, RESPONSES)
 
 
-def _experience() -> Experience:
-    packed = torch.arange(6, dtype=torch.float32)
-    return Experience(BATCH, packed, packed + 10, packed + 20, packed + 30, packed + 40)
+def _experience(batch: Batch = BATCH) -> Experience:
+    packed = torch.arange(batch.response_count, dtype=torch.float32)
+    return Experience(
+        batch,
+        old_logprobs=packed,
+        old_values=packed + 10,
+        advantages=packed + 20,
+        returns=packed + 30,
+        monte_carlo_returns=packed + 40,
+    )
 
 
 def test_select_keeps_the_tokens_of_the_sequences() -> None:
@@ -42,8 +49,7 @@ def test_minibatches_follow_the_given_order(
 ) -> None:
     """Each as if it had been selected and weighted by itself, on the memory of one copy."""
     batch = Batch.of(PROMPTS, RESPONSES, response_mask=response_mask)
-    packed = torch.arange(batch.response_count, dtype=torch.float32)
-    experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30, packed + 40)
+    experience = _experience(batch)
     order = torch.tensor([2, 0, 1])
     minibatches = experience.minibatches(order, count, "seq-mean-token-mean")
     assert len(minibatches) == min(count, 3)

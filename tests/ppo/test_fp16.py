@@ -59,7 +59,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None
     assert metrics["loss_scale"] == 2.0**59
     assert "grad_norm" not in metrics, "it is the scale's"
     torch.testing.assert_close(before, [*trainer.model.causal_lm.parameters()], rtol=0, atol=0)
-    assert trainer.state.optimizer_step == 1
+    assert trainer.step_control.optimizer_step == 1
 
 
 def test_gradients_are_clipped_after_unscaling(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_nonfinite_number_without_overflow_skips_the_step(broken: str, tmp_pat
         _set_scale(trainer, LEAST_SCALE)
         weight = trainer.model.causal_lm.lm_head.weight
         weight.register_hook(lambda gradient: gradient * float("inf"))
-    metrics = trainer.update(experience, trainer.config)
+    metrics = trainer.update(experience, trainer.begin_iteration())
     assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
 
 

@@ -67,10 +67,11 @@ def test_an_objective_may_name_the_scores(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, objective=objective, score_normalization="running")
     assert trainer.config.objective.endswith("<locals>.objective")
     prompts = first_prompts(trainer, 16)
-    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
-    scores = trainer.score(prompts, rollout, trainer.config)
-    experience, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
-    trainer.loss(experience.weighted("token-mean"), trainer.config)
+    coefficients = trainer.begin_iteration()
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
+    scores = trainer.score(prompts, rollout, coefficients)
+    experience, _ = trainer.make_experience(prompts.token_ids, rollout, scores, coefficients)
+    trainer.loss(experience.weighted("token-mean"), coefficients)
     by_response = seen[-1].split(experience.batch.generated_lengths.tolist())
     assert len({scores[0].item() for scores in by_response}) > 1
     for found, score in zip(by_response, scores.total, strict=True):

@@ -97,7 +97,7 @@ def test_every_trained_weight_has_an_fp32_master(value_model, tmp_path: Path) ->
     assert {id(p) for p in trainer.optimizer.weights} == trained
     experience = first_experience(trainer)
     before = [p.detach().clone() for p in masters]
-    metrics = trainer.update(experience, trainer.config)
+    metrics = trainer.update(experience, trainer.begin_iteration())
     assert metrics["skipped_steps"] == 0
     assert all((p != q).any() for p, q in zip(masters, before, strict=True) if p.dim() >= 2)
     for weight, master in zip(trainer.optimizer.weights, masters, strict=True):

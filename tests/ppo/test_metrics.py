@@ -17,6 +17,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.losses import ppo_loss
+from fastppo.ppo.coefficients import CoefficientControl
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
     LossSums,
@@ -46,7 +47,10 @@ EXPERIENCE = Experience(
     returns=torch.tensor([1.0, 1.0, 3.0, 3.0]),
     monte_carlo_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
     ref_logprobs=torch.tensor([-1.5, -2.0, -2.0, -6.0]),
+    advantage_std=torch.tensor(0.25),
 )
+CONFIG = PPOConfig(value_head="gradient", value_clip=0.2)
+COEFFICIENTS = CoefficientControl(CONFIG).at(0)
 KL = [0.5 + 0.0 - 1.0, 2.0]
 """Per sequence: the sum of logprob − ref_logprob."""
 ROLLOUT = Rollout([[7, 8, 1], [9]], ["stop", "length"], [])
@@ -89,7 +93,7 @@ def test_metrics_do_not_depend_on_the_microbatches() -> None:
     for sums in (whole, parts[0].plus(parts[1])):
         meter = UpdateMeter()
         meter.add(EXPERIENCE, sums, {"loss": 0.25, "grad_norm": 2.0})
-        actual.append(meter.metrics())
+        actual.append(meter.metrics(CONFIG, COEFFICIENTS))
     assert actual[0] == pytest.approx(actual[1], rel=1e-5)
     p = logits.log_softmax(1)
     assert actual[0]["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
@@ -107,14 +111,14 @@ def test_losses_and_step_metrics_are_means_over_steps() -> None:
         policy_losses.append(out.metrics["policy_loss"].item())
         sums = _sums(out.sums, value_loss=value_loss, clipped=0, computed=8)
         meter.add(EXPERIENCE, sums, {"loss": loss, "learning_rate": 1e-3})
-    metrics = meter.metrics()
+    metrics = meter.metrics(CONFIG, COEFFICIENTS)
     assert metrics["policy_loss"] == pytest.approx(sum(policy_losses) / 2, rel=1e-5)
     assert metrics["value_loss"] == pytest.approx(0.6)
     assert (metrics["loss"], metrics["learning_rate"]) == (2.0, 1e-3)
     assert "ptx_loss" not in metrics
     for ptx_loss in (1.0, 2.0):
         meter.add(EXPERIENCE, sums._replace(ptx_loss=torch.tensor(ptx_loss)), {"loss": 0.0})
-    assert meter.metrics()["ptx_loss"] == 1.5
+    assert meter.metrics(CONFIG, COEFFICIENTS)["ptx_loss"] == 1.5
 
 
 def test_the_timer_reports_phases_and_tokens_per_second() -> None:
@@ -136,7 +140,7 @@ def test_the_timer_reports_phases_and_tokens_per_second() -> None:
 
 
 def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
-    actual = experience_metrics(EXPERIENCE, torch.tensor(0.25), PPOConfig())
+    actual = experience_metrics(EXPERIENCE, PPOConfig())
     assert actual.pop("advantage_std") == 0.25
     assert actual == pytest.approx(
         {
@@ -151,7 +155,7 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
         }
     )
     without = replace(EXPERIENCE, ref_logprobs=None)
-    assert "kl" not in experience_metrics(without, torch.tensor(1.0), PPOConfig())
+    assert "kl" not in experience_metrics(without, PPOConfig())
 
 
 def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:

@@ -76,7 +76,7 @@ class Loss:
 
     def check(self, wanted: Tensor) -> None:
         """Compares loss and gradient."""
-        loss, sums, _ = self.trainer.loss(self.micro, self.trainer.config)
+        loss, sums, _ = self.trainer.loss(self.micro, self.trainer.begin_iteration())
         torch.testing.assert_close(loss, wanted.float(), rtol=1e-5, atol=1e-6)
         assert sums.loss == loss
         weights = [*self.trainer.model.causal_lm.parameters()]
@@ -142,7 +142,7 @@ def test_the_loss_equals_the_definition(
 def test_the_penalty_objective_follows_the_paper(weights: Tensor | None, tmp_path: Path) -> None:
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
     loss = Loss(tmp_path, weights, objective="penalty", entropy_coef=0.1)
-    loss.trainer.state.policy_kl_control.coef = 0.7
+    loss.trainer.state.coefficients.controllers["policy_kl_coef"].coef = 0.7
     log_p = draws.log_softmax(loss.logits, temperature=TEMPERATURE)
     logprobs = log_p.gather(1, loss.micro.batch.response_tokens[:, None])[:, 0]
     ratio = (logprobs - loss.micro.old_logprobs).exp()
@@ -159,7 +159,7 @@ def test_the_penalty_objective_follows_the_paper(weights: Tensor | None, tmp_pat
 def _value_loss(trainer: PPOTrainer, micro: Experience, values: Tensor) -> tuple[Tensor, Tensor]:
     """(The value loss, how many tokens were clipped), where the value function gives `values`."""
     trainer.model.value_function.read = lambda states: values
-    sums = trainer.loss(micro, trainer.config).sums
+    sums = trainer.loss(micro, trainer.begin_iteration()).sums
     return sums.value_loss, sums.value_clipped
 
 
@@ -205,9 +205,9 @@ def test_the_logged_penalty_loss_follows_the_paper(tmp_path: Path) -> None:
         minibatches=1,
         whiten_advantages=False,
     )
-    trainer.state.policy_kl_control.coef = 50.0
+    trainer.state.coefficients.controllers["policy_kl_coef"].coef = 50.0
     experience = first_experience(trainer)
-    metrics = trainer.update(experience, trainer.config)
+    metrics = trainer.update(experience, trainer.begin_iteration())
     mean = -experience.advantages.mean().item()  # on-policy, so the ratio is 1 and the KL 0
     assert metrics["policy_loss"] == pytest.approx(mean, abs=1e-4)
     assert metrics["loss"] == pytest.approx(mean, abs=1e-3)

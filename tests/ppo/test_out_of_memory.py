@@ -31,7 +31,7 @@ def _limit(model: nn.Module, room: int) -> list[int]:
 
 def _sentences(trainer: PPOTrainer) -> list[str]:
     said: list[str] = []
-    trainer.microbatch_limits.say = said.append
+    trainer.limits.say = said.append
     return said
 
 
@@ -46,7 +46,7 @@ def _gradients(
     experience = first_experience(make_trainer(tmp_path / "experience", microbatch_size=8))
     said = _sentences(trainer)
     _limit(trainer.model, room)
-    metrics = trainer.update(experience, trainer.config)
+    metrics = trainer.update(experience, trainer.begin_iteration())
     assert metrics["skipped_steps"] == 0
     return {name: p.grad.clone() for name, p in trainer.model.causal_lm.named_parameters()}, said
 

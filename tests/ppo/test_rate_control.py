@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastppo.ppo.coefficients import CoefficientControl
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import (
     FIRST_RATE,
@@ -20,6 +21,7 @@ from fastppo.ppo.rate_control import (
     TOO_FAR,
     AdaptiveRate,
 )
+from fastppo.ppo.step_control import AutoStepControl
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
 from runs import LEARNING, first_experience, first_prompts, make_trainer, weights_of
@@ -233,11 +235,11 @@ def test_updates_reach_step_kl(options: dict[str, Any], tmp_path: Path) -> None:
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     reached = statistics.median(record["update_kl"] for record in records[2:7])
     assert trainer.config.update_target / 4 < reached < 2 * trainer.config.update_target
-    first = trainer.state.rate_control.first_entropy
+    first = adaptive_rate(trainer).first_entropy
     assert first == pytest.approx(records[0]["entropy"])
     share = min(max(records[-2]["entropy"] / first, LEAST_SHARE**2), 1) ** 0.5
     assert records[-1]["target_kl"] == pytest.approx(share * trainer.config.update_target)
-    assert trainer.state.rate_control.rate > 10 * FIRST_RATE
+    assert adaptive_rate(trainer).rate > 10 * FIRST_RATE
 
 
 def test_no_forward_pass_is_added(tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_no_forward_pass_is_added(tmp_path: Path) -> None:
         passes: list[int] = []
         trunk = trainer.model.causal_lm.base_model
         trunk.register_forward_hook(lambda *given, seen=passes: seen.append(1))
-        trainer.update(first_experience(trainer), trainer.config)
+        trainer.update(first_experience(trainer), trainer.begin_iteration())
         counts.append(len(passes))
     assert counts[0] == counts[1] > trainer.config.ppo_epochs
 
@@ -259,11 +261,12 @@ def test_an_update_that_goes_too_far_is_undone(dtype: str, tmp_path: Path) -> No
     for _ in range(2):
         _iterate(trainer)
     weights = weights_of(trainer)
-    trainer.state.rate_control.rate = rate = 5e-2
+    rate = 5e-2
+    adaptive_rate(trainer).rate = rate
     metrics = _iterate(trainer)
     assert metrics["undone"] == 1
     assert metrics["update_kl"] > TOO_FAR * trainer.config.update_target
-    assert trainer.state.rate_control.rate < rate / 3
+    assert adaptive_rate(trainer).rate < rate / 3
     for before, after in zip(weights, weights_of(trainer), strict=True):
         assert torch.equal(before, after)
 
@@ -281,22 +284,27 @@ def test_equal_rewards_move_nothing(tmp_path: Path) -> None:
     )
     for _ in range(3):
         _iterate(trainer)
-    rate = trainer.state.rate_control.rate
+    rate = adaptive_rate(trainer).rate
     weights = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
     head = trainer.model.value_function.head.weight.detach().clone()
     equal = True
     metrics = _iterate(trainer)
     assert metrics["no_signal"] == 1
-    assert trainer.state.rate_control.rate == rate
+    assert adaptive_rate(trainer).rate == rate
     for before, after in zip(weights, trainer.model.causal_lm.parameters(), strict=True):
         assert torch.equal(before, after)
     assert not torch.equal(head, trainer.model.value_function.head.weight)
 
 
+def adaptive_rate(trainer: PPOTrainer) -> AdaptiveRate:
+    """The rate of a trainer with learning_rate=auto."""
+    assert isinstance(trainer.step_control, AutoStepControl)
+    return trainer.step_control.adaptive
+
+
 def _iterate(trainer: PPOTrainer) -> dict[str, float]:
-    options = trainer.begin_iteration()
-    prompts = first_prompts(trainer, options.rollout_batch_size)
-    metrics = trainer.iterate(prompts, options).metrics
+    prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
+    metrics = trainer.iterate(prompts, trainer.begin_iteration()).metrics
     trainer.state.iteration += 1
     return metrics
 
@@ -326,5 +334,6 @@ def test_step_kl_grows_with_the_batch_up_to_a_bound(responses: int, expected: fl
     assert replace(config, learning_rate=1e-5).step_kl is None
     assert replace(config, step_kl=0.01).update_target == 0.01
     falling = replace(config, iterations=3, schedules=["step_kl=linear:0.001"])
-    assert falling.at(0).update_target == pytest.approx(expected)
-    assert falling.at(2).update_target == pytest.approx(0.001)
+    control = CoefficientControl(falling)
+    assert control.at(0).step_kl == pytest.approx(expected)
+    assert control.at(2).step_kl == pytest.approx(0.001)

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from environments import OPTIONS, PROMPTS, Calculator
-from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo_kernels.definition import sampled_kl
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
+from fastppo.ppo.coefficients import CoefficientControl
+from fastppo.ppo.estimators import estimate_advantages
+from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.trainer import PPOTrainer
@@ -50,8 +51,8 @@ def test_a_run_learns_a_two_turn_task(advantage: str, tmp_path: Path) -> None:
 def test_old_logprobs_and_values_of_turns_equal_a_full_pass(tmp_path: Path) -> None:
     """Those that the decoder gave turn by turn are those of one pass over the whole."""
     trainer = _trainer(tmp_path)
-    prompts, rollout = trainer.episode_runner.run(
-        first_prompts(trainer, 16), trainer.engine, trainer.sampling
+    prompts, rollout = trainer.parts.episode_runner.run(
+        first_prompts(trainer, 16), trainer.engine, trainer.parts.sampling
     )
     assert rollout.response_mask is not None
     assert any(False in row for row in rollout.response_mask)
@@ -108,10 +109,10 @@ def test_token_rewards_skip_environment_tokens(tmp_path: Path) -> None:
         return [[1.0] * len(ids) for ids in completion_ids]
 
     trainer = _trainer(tmp_path, rewards=[one_each])
-    prompts, rollout = trainer.episode_runner.run(
-        first_prompts(trainer, 16), trainer.engine, trainer.sampling
+    prompts, rollout = trainer.parts.episode_runner.run(
+        first_prompts(trainer, 16), trainer.engine, trainer.parts.sampling
     )
-    scores = trainer.score(prompts, rollout, trainer.config)
+    scores = trainer.score(prompts, rollout, trainer.begin_iteration())
     assert scores.within is not None
     assert len(scores.within) == sum(rollout.generated_lengths) < sum(rollout.lengths)
     paid = [sum(row) for row in rollout.rewards or ()]
@@ -123,14 +124,15 @@ def test_a_truncated_episode_bootstraps_after_the_observation(tmp_path: Path) ->
     """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
     more = {"truncated": "bootstrap", "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
     trainer = _trainer(tmp_path, **more, whiten_advantages=False)
-    prompts, rollout = trainer.episode_runner.run(
-        first_prompts(trainer, 16), trainer.engine, trainer.sampling
+    prompts, rollout = trainer.parts.episode_runner.run(
+        first_prompts(trainer, 16), trainer.engine, trainer.parts.sampling
     )
     row = rollout.finish_reasons.index("turns")
     assert rollout.response_mask is not None
     assert rollout.response_mask[row][-2:] == [False, False]
     none = Scores(torch.zeros(16))
-    experience, _ = trainer.make_experience(prompts.token_ids, rollout, none, trainer.config)
+    coefficients = trainer.begin_iteration()
+    experience, _ = trainer.make_experience(prompts.token_ids, rollout, none, coefficients)
     told = Batch.of([prompts.token_ids[row] + rollout.tokens[row]], [[5]])
     value = trainer.model.evaluate(told).values[0].item()
     last = experience.batch.cu_seqlens[row + 1] - 1
@@ -231,17 +233,16 @@ def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
             "value_lam": 0.4,
         },
     )
-    old = OldPolicy(logprobs, values, final)
-    scores = Scores(last, within, batch.generated_lengths.tolist())
-    actual = make_advantages(
+    experience = Experience(
         batch,
-        scores,
-        options,
-        truncated=truncated,
-        old=old,
-        ref_stats=ReferenceStats(reference),
-        kl_coef=0.3,
+        truncated=torch.tensor(truncated),
+        old_logprobs=logprobs,
+        old_values=values,
+        final_values=final,
+        ref_logprobs=reference,
     )
+    scores = Scores(last, within, batch.generated_lengths.tolist())
+    actual = estimate_advantages(experience, scores, options, CoefficientControl(options).at(0))
     rewards = within - 0.3 * sampled_kl(logprobs - reference, "k3")
     rewards[batch.cu_seqlens[1:] - 1] += last
     ends = final * torch.tensor(truncated) if bootstrap else torch.zeros(3)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastppo.data.batch import Batch
 from fastppo.data.world import World
-from fastppo.ppo.experience import Experience
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.ppo.value_head import ClosedFormHead
 from fastppo.ppo.value_regression import (
     DECAY,
     FIRST_RIDGE,
@@ -20,10 +20,7 @@ from fastppo.ppo.value_regression import (
     ValueRegression,
     ridge_head,
 )
-from runs import first_experience, first_prompts, make_trainer
-
-ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
-"""The states of the only epoch are those of the weights before the update."""
+from runs import ONE_STEP, first_experience, first_prompts, make_trainer
 
 
 def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Tensor:
@@ -38,13 +35,6 @@ def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Ten
     return torch.linalg.lstsq(torch.cat([rows, shrinking]), target[:, None]).solution[:, 0]
 
 
-def experience(returns: Tensor) -> Experience:
-    """One response whose tokens have these returns."""
-    batch = Batch.of([[4]], [[5] * len(returns)])
-    rest = [torch.zeros(len(returns)) for _ in range(4)]
-    return Experience(batch, *rest, returns).weighted("token-mean")
-
-
 def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueRegression]:
     """The head after so many updates on the same tokens."""
     head = nn.Linear(x.shape[1], 1)
@@ -52,9 +42,15 @@ def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueReg
     regression = ValueRegression()
     for _ in range(times):
         regression.begin_batch()
-        regression.add(x, experience(y))
+        regression.add(x, y, torch.ones(len(y)).bool())
         regression.fit(head, World())
     return head, regression
+
+
+def fitted_by(trainer: PPOTrainer) -> ValueRegression:
+    """The regression of a trainer with a value head in closed form."""
+    assert isinstance(trainer.value_head, ClosedFormHead)
+    return trainer.value_head.regression
 
 
 def random_states(count: int = 40, width: int = 6) -> Tensor:
@@ -85,7 +81,8 @@ def random_states(count: int = 40, width: int = 6) -> Tensor:
 def test_the_head_is_ridge_regression_over_all_batches(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of the returns to go, on the states that the loss has read, older batches by ρ less."""
+    """Of the returns to go, on the states that the loss has read, older batches by ρ less. The
+    states of the only epoch are those of the weights before the update."""
     trainer = make_trainer(tmp_path, **ONE_STEP, **options)
     model = trainer.model
     states = []
@@ -96,10 +93,9 @@ def test_the_head_is_ridge_regression_over_all_batches(
         with torch.no_grad(), model.autocast():
             states.append(model(layout).value_states.double())
         returns.append(batch.monte_carlo_returns.double())
-        trainer.update(batch, trainer.config)
+        trainer.update(batch, trainer.begin_iteration())
     counts = [torch.full_like(y, DECAY**age) for y, age in zip(returns, (1, 0), strict=True)]
-    regression = trainer.state.value_regression
-    assert regression is not None
+    regression = fitted_by(trainer)
     wanted = ridge_regression(
         torch.cat(states), torch.cat(returns), torch.cat(counts), RIDGES[regression.best]
     )
@@ -116,11 +112,11 @@ def test_complete_returns_are_rewards_to_go(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, kl_coef=0.1, lam=0.9, gamma=0.8)
     nn.init.normal_(trainer.model.value_function.head.weight)
     nn.init.normal_(trainer.model.causal_lm.lm_head.weight)  # away from the reference
-    trainer.config = trainer.config.at(0)
+    coefficients = trainer.begin_iteration()
     prompts = first_prompts(trainer, 4)
-    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
-    scores = trainer.score(prompts, rollout, trainer.config)
-    actual, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
+    scores = trainer.score(prompts, rollout, coefficients)
+    actual, _ = trainer.make_experience(prompts.token_ids, rollout, scores, coefficients)
     kl = (actual.old_logprobs - actual.ref_logprobs).split(rollout.lengths)
     wanted = []
     for token_kl, score in zip(kl, scores.total.tolist(), strict=True):
@@ -142,9 +138,9 @@ def test_only_the_last_epoch_counts(stop: dict[str, Any], tmp_path: Path) -> Non
     """Whichever is the last."""
     trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3, **stop)
     batch = first_experience(trainer)
-    metrics = trainer.update(batch, trainer.config)
+    metrics = trainer.update(batch, trainer.begin_iteration())
     assert metrics.get("early_stopped", 0.0) == bool(stop)
-    moments = trainer.state.value_regression.moments
+    moments = fitted_by(trainer).moments
     assert moments[-2, -2] == batch.batch.response_count
     assert moments[-1, -2].item() == pytest.approx(batch.monte_carlo_returns.sum().item())
 
@@ -158,7 +154,8 @@ def test_the_ridge_is_chosen_by_prediction() -> None:
         regression = ValueRegression()
         for x, y in zip((states, states.flip(0)), targets, strict=True):
             regression.begin_batch()
-            regression.add(x, experience(y if name == "noise" else x @ torch.ones(60)))
+            returns = y if name == "noise" else x @ torch.ones(60)
+            regression.add(x, returns, torch.ones(80).bool())
             regression.fit(nn.Linear(60, 1).requires_grad_(False), World())
         chosen[name] = RIDGES[regression.best]
     assert chosen == {"noise": RIDGES[-1], "exact": RIDGES[0]}
@@ -240,7 +237,7 @@ def test_a_nonfinite_batch_is_ignored(bad: float) -> None:
     head, regression = fitted(states, states.sum(1))
     before = head.weight.clone(), regression.tensors()["moments"].clone()
     regression.begin_batch()
-    regression.add(states * bad, experience(states.sum(1)))
+    regression.add(states * bad, states.sum(1), torch.ones(40).bool())
     regression.fit(head, World())
     assert torch.equal(head.weight, before[0])
     assert torch.equal(regression.tensors()["moments"], before[1])
@@ -259,7 +256,7 @@ def test_step_fits_the_head_to_given_scores(tmp_path: Path) -> None:
         masks=[[True, True, False, True], [True, True]],
         values=[[9.0] * 4, [9.0] * 2],
     )
-    moments = trainer.state.value_regression.moments
+    moments = fitted_by(trainer).moments
     assert moments[-2, -2] == 5
     assert moments[-1, -2].item() == pytest.approx(3 * 1.0 - 2 * 0.5)
     assert moments[-1, -1].item() == pytest.approx(3 * 1.0 + 2 * 0.25)
@@ -273,12 +270,12 @@ def test_the_value_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> Non
     assert not {id(p) for p in head.parameters()} & stepped
     nn.init.normal_(head.weight)
     micro = first_experience(trainer).weighted("token-mean")
-    loss, sums, _ = trainer.loss(micro, trainer.config)
+    loss, sums, _ = trainer.loss(micro, trainer.begin_iteration())
     trunk = trainer.model.causal_lm.base_model
     with_values = torch.autograd.grad(loss, trunk.layers[0].mlp.up_proj.weight)[0]
     policy_alone = make_trainer(tmp_path / "policy", vf_coef=0.0)
     nn.init.normal_(policy_alone.model.value_function.head.weight)
-    without, _, _ = policy_alone.loss(micro, policy_alone.config)
+    without, _, _ = policy_alone.loss(micro, policy_alone.begin_iteration())
     trunk = policy_alone.model.causal_lm.base_model
     of_policy = torch.autograd.grad(without, trunk.layers[0].mlp.up_proj.weight)[0]
     assert sums.value_loss > 0

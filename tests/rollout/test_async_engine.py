@@ -164,11 +164,11 @@ def test_an_evaluation_uses_the_current_policy(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
     trainer = make_trainer(tmp_path / "evaluated", **options)
-    assert trainer.prompts is not None
+    assert trainer.parts.prompts is not None
     evaluated = []
 
     def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
-        evaluated.append(trainer.evaluate(trainer.prompts.select([0] * 16)))
+        evaluated.append(trainer.evaluate(trainer.parts.prompts.select([0] * 16)))
         return {}
 
     trainer.evaluation.after_update = evaluate  # type: ignore[method-assign]

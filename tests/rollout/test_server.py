@@ -220,7 +220,7 @@ def test_many_requests_to_a_dead_server_print_one_message(
         tmp_path, **OPTIONS, engine_options={"urls": [running.url]}, console=Console(file=shown)
     )
     with pytest.raises(RolloutError, match="waited 1 s"):
-        trainer.engine.generate([[3]] * 20, trainer.sampling)
+        trainer.engine.generate([[3]] * 20, trainer.parts.sampling)
     assert shown.getvalue().count("waiting for") == 1
 
 
@@ -233,7 +233,7 @@ def test_only_unanswered_requests_are_sent_again(
     trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [works.url, fails.url]})
     sentence = r"no answer to 2 of 4 requests in 5 rounds.*answered 429: a sent"
     with pytest.raises(RolloutError, match=sentence):
-        trainer.engine.generate([[3]] * 4, trainer.sampling)
+        trainer.engine.generate([[3]] * 4, trainer.parts.sampling)
     asked = [each.log().count("/v1/completions") for each in (works, fails)]
     assert asked == [2, 2 * server.MAX_ROUNDS]
 
@@ -244,7 +244,7 @@ def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
     waits = threading.Event()
     trainer.engine.servers[0].say = lambda sentence: waits.set()
     with ThreadPoolExecutor(1) as pool:
-        drawing = pool.submit(trainer.engine.generate, [[3]], trainer.sampling)
+        drawing = pool.submit(trainer.engine.generate, [[3]], trainer.parts.sampling)
         assert waits.wait(60)
         trainer.engine.close()
         with pytest.raises(RolloutError, match="closed"):
@@ -281,7 +281,7 @@ def test_invalid_responses_are_refused(
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [start(changes).url]})
     with pytest.raises(RolloutError, match=sentence):
-        trainer.engine.generate([[3]], trainer.sampling)
+        trainer.engine.generate([[3]], trainer.parts.sampling)
 
 
 def test_a_prefix_cache_that_is_not_emptied_is_an_error(
@@ -297,13 +297,13 @@ def test_the_key_is_sent(
 ) -> None:
     monkeypatch.setenv(server.API_KEY, "secret")
     trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": [start(key="secret").url]})
-    assert trainer.engine.generate([[3]], trainer.sampling).tokens
+    assert trainer.engine.generate([[3]], trainer.parts.sampling).tokens
 
 
 def _assert_draws_by_row(trainer: PPOTrainer) -> None:
     """A row alone gets the tokens that it gets in a batch."""
     prompts = [[4, 5], [6], [7, 8, 9], [10]]
-    sampling = replace(trainer.sampling, max_new_tokens=12, seed=7)
+    sampling = replace(trainer.parts.sampling, max_new_tokens=12, seed=7)
     together = trainer.engine.generate(prompts, sampling)
     alone = trainer.engine.generate(prompts[2:3], replace(sampling, place=(2, 4)))
     assert alone.tokens == together.tokens[2:3]

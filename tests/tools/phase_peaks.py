@@ -114,9 +114,10 @@ def measured(config: PPOConfig) -> Measured:
             rewards=[tiny.every_other],
             console=Console(quiet=True),
         )
-        assert trainer.prompts is not None
+        assert trainer.parts.prompts is not None
         for _ in range(2):  # the optimizer states exist from the second rollout on
-            trainer.iterate(trainer.prompts, config, RecordedPhases(config))
+            coefficients = trainer.begin_iteration()
+            trainer.iterate(trainer.parts.prompts, coefficients, RecordedPhases(config))
     return Measured(_peaks(profiled), _parts(trainer))
 
 
@@ -141,12 +142,12 @@ def _parts(trainer: PPOTrainer) -> dict[str, int]:
     policy = trainer.model.causal_lm
     value_function = trainer.model.value_function
     states = [x for state in trainer.optimizer.state.values() for x in state.values()]
-    moments = trainer.state.value_regression
+    moments = list(trainer.value_head.tensors().values())[:1]
     weights = {id(weight) for weight in trainer.optimizer.weights}
     reference = trainer.reference.frozen if trainer.reference is not None else None
     parts: dict[str, list[Any]] = {
         "policy weights": [*policy.parameters(), *policy.buffers()],
-        "value function": [*value_function.parameters(), *([moments.moments] if moments else [])],
+        "value function": [*value_function.parameters(), *moments],
         "reference": [] if reference is None else [*reference.parameters(), *reference.buffers()],
         "fp32 masters": [x for x in trainer.optimizer.masters if id(x) not in weights],
         "optimizer states": states,

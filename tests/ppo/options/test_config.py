@@ -256,26 +256,6 @@ def test_the_defaults_are_valid() -> None:
     assert [str(parse_threshold(text)) for text in WARNINGS] == list(WARNINGS)
 
 
-# -------------------------------------------------------------------------------------- schedules
-
-
-def test_the_options_of_an_iteration_have_the_schedules_applied() -> None:
-    config = PPOConfig(
-        iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
-    )
-    steady = PPOConfig(iterations=5, schedules=["vf_coef=constant:0.1"])
-    assert [steady.at(i).vf_coef for i in (0, 3)] == [0.5, 0.5]
-    configs = [config.at(i) for i in range(7)]
-    assert [c.entropy_coef for c in configs] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 0])
-    assert [c.vf_coef for c in configs[::2]] == pytest.approx([0.5, 0.3, 0.1, 0.1])
-    assert configs[1].scheduled_values() == {
-        "schedule/entropy_coef": pytest.approx(0.3),
-        "schedule/vf_coef": configs[1].vf_coef,
-    }
-    assert config.entropy_coef == 0.4, "the options of the run do not change"
-    assert replace(configs[3], entropy_coef=0.4, vf_coef=0.5) == config
-
-
 # --------------------------------------------------------------------------- what follows from them
 
 

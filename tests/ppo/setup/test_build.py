@@ -13,7 +13,8 @@ import torch
 from fastppo.data.datasets import DataError
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.setup.build import RunComponents, build
+from fastppo.ppo.parts import Parts
+from fastppo.ppo.setup.build import build
 from fastppo.ppo.setup.preflight import Given
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
@@ -21,7 +22,7 @@ from fastppo.rollout.generate import GenerateEngine
 from runs import make_trainer
 
 
-def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
+def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> Parts:
     """Build a run on a tiny model; `options` are fields of the config or of `Given`."""
     handed: dict[str, Any] = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
     names = (
@@ -222,6 +223,16 @@ def test_options_that_do_not_fit_the_parts_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         _build(tmp_path, **options)
+
+
+def test_a_missing_reward_column_is_refused(tmp_path: Path) -> None:
+    def of_answers(prompts, completions, answer, weight=1.0, **columns):
+        return [0.0 for _ in answer]
+
+    with pytest.raises(DataError, match=r"reward of_answers needs the column 'answer'; .*: wanted"):
+        make_trainer(tmp_path, rewards=[of_answers])
+    rows = [{**row, "answer": "x"} for row in tiny.PROMPTS]
+    make_trainer(tmp_path, rewards=[of_answers], prompts=rows)
 
 
 def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from runs import Watched, make_trainer
 
 def test_a_reference_with_other_weights_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    assert trainer.prompts is not None
+    assert trainer.parts.prompts is not None
     assert trainer.reference is not None
     with torch.no_grad(), trainer.reference.loaded() as reference:
         reference.head.weight.mul_(1.5)
@@ -51,11 +51,11 @@ def test_the_self_check_is_short_and_leaves_the_random_state(tmp_path: Path) -> 
 
     state = torch.get_rng_state()
     check_on_policy(
-        trainer.prompts,
+        trainer.parts.prompts,
         trainer.config,
         model=trainer.model,
         engine=Watched(trainer.engine, note),
-        sampling=trainer.sampling,
+        sampling=trainer.parts.sampling,
         fresh_reference=trainer.reference,
     )
     assert asked == [(CHECKED_PROMPTS, CHECKED_TOKENS)]
@@ -73,15 +73,20 @@ def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
 def test_large_logits_pass_in_bf16(largest: float, tmp_path: Path) -> None:
     """bf16 logits between 16 and 32 are 0.125 apart, so no fixed tolerance fits all models."""
     trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
-    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
-    rollout = trainer.engine.generate(few, trainer.sampling)
+    few = trainer.parts.prompts.token_ids[:CHECKED_PROMPTS]
+    rollout = trainer.engine.generate(few, trainer.parts.sampling)
     batch = Batch.of(few, rollout.tokens)
     _with_logits_up_to(trainer.model, batch, largest)
     wanted = max(0.1, 4 * 2**-8 * largest)
     assert rounding_tolerance(trainer.model, batch) == pytest.approx(wanted, rel=0.02)
     for seed in range(2):
         torch.manual_seed(seed)
-        trainer.prompts.token_ids[:CHECKED_PROMPTS] = [[5 + seed, 9, 4], [7], [8, 3, 6, 12], [2]]
+        trainer.parts.prompts.token_ids[:CHECKED_PROMPTS] = [
+            [5 + seed, 9, 4],
+            [7],
+            [8, 3, 6, 12],
+            [2],
+        ]
         state = torch.get_rng_state()
         self_check(trainer)
         assert torch.equal(torch.get_rng_state(), state)
@@ -91,8 +96,8 @@ def test_large_logits_pass_in_bf16(largest: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mistake", ["positions", "weights"])
 def test_a_real_mistake_is_refused_in_bf16(mistake: str, largest: float, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
-    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
-    batch = Batch.of(few, trainer.engine.generate(few, trainer.sampling).tokens)
+    few = trainer.parts.prompts.token_ids[:CHECKED_PROMPTS]
+    batch = Batch.of(few, trainer.engine.generate(few, trainer.parts.sampling).tokens)
     _with_logits_up_to(trainer.model, batch, largest)
 
     def mistake_them(rollout, prompt_ids, _) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from fastppo.ppo.kl_control import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 
 from benchmarks.conformance import formulas as paper
+from fastppo.ppo.controllers import AdaptiveKL, EntropyControl, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
 
@@ -58,7 +58,7 @@ def test_the_penalty_coefficient_doubles_or_halves(
     trainer = make_trainer(tmp_path, objective="penalty", learning_rate=rate, iterations=1)
     metrics = trainer.train()
     assert metrics["policy_kl_coef"] == 1.0
-    assert trainer.state.policy_kl_control.coef == pytest.approx(factor)
+    assert trainer.state.coefficients.controllers["policy_kl_coef"].coef == pytest.approx(factor)
 
 
 def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
@@ -71,7 +71,7 @@ def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:
         wanted = coef if last <= 1.5 else 0.0
         assert control.coef == wanted
         applied.add(wanted)
-        control.update(entropy)
+        control.update(entropy, sequences=16)
         coef = min(coef + 0.005, 1.0) if entropy <= 1.5 else max(coef - 0.005, 0.0)
         last = entropy
     assert {0.0, 1.0} < applied

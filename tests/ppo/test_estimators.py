@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fastppo.ppo.advantages import BatchAdvantages, ScoreScale, make_advantages
-from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
+from fastppo.ppo.advantages import ScoreScale
 from tiny import random_batch
 
 from fastppo import gae
+from fastppo.data.batch import Batch
 from fastppo.models.policy import BatchEvaluation
+from fastppo.ppo.coefficients import CoefficientControl
+from fastppo.ppo.estimators import ScoreScale, estimate_advantages
+from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
 from runs import experience_of, make_trainer, perturb, records
@@ -37,19 +41,23 @@ def _made(
     masks: bool = False,
     bootstraps: bool = False,
     **options: Any,
-) -> BatchAdvantages:
+) -> Experience:
     handling = "bootstrap" if bootstraps else "mask" if masks else "learn"
     options = {"whiten_advantages": False, "truncated": handling, **options}
-    config = PPOConfig(advantage=kind, **options)
-    return make_advantages(
-        BATCH,
-        Scores(SCORES) if rewards is None else rewards,
-        config,
-        truncated=truncated,
-        old=OLD,
-        ref_stats=ReferenceStats(ref, exact_kl),
-        kl_coef=kl_coef,
-    )
+    config = PPOConfig(advantage=kind, kl_coef=kl_coef, **options)
+    experience = _experience(BATCH, truncated, config, ref_logprobs=ref, exact_kl=exact_kl)
+    scores = Scores(SCORES) if rewards is None else rewards
+    return estimate_advantages(experience, scores, config, CoefficientControl(config).at(0))
+
+
+def _experience(
+    batch: Batch, truncated: Sequence[bool], config: PPOConfig, **tensors: torch.Tensor | None
+) -> Experience:
+    """An experience with the statistics of the policies, by default those of OLD."""
+    cut = torch.tensor(truncated)
+    old = {"old_logprobs": OLD.logprobs, "old_values": OLD.values, "final_values": OLD.final_values}
+    masked = cut if config.truncated == "mask" else None
+    return Experience(batch, truncated=cut, masked=masked, **{**old, **tensors})
 
 
 # ---------------------------------------------------------------------------------------- the kinds
@@ -73,10 +81,14 @@ def test_gae_places_scores_at_last_tokens_and_uses_gamma_and_lam(lam: float) -> 
 GROUPED = random_batch([3, 1, 2, 2])
 GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
 STD_OF_FOUR = torch.tensor([10.0, 1.0, 2.0, 3.0]).std().item() + 1e-4
-GROUPED_OLD = OldPolicy(torch.linspace(-3, -1, 8), torch.linspace(5, -5, 8), None)
+GROUPED_OLD = {
+    "old_logprobs": torch.linspace(-3, -1, 8),
+    "old_values": torch.linspace(5, -5, 8),
+    "final_values": None,
+}
 
 
-def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> BatchAdvantages:
+def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> Experience:
     """Two responses to each of two prompts."""
     ref = options.pop("ref", None)
     cut = options.pop("cut", [False] * 4)
@@ -85,14 +97,11 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         advantage=kind,
         **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": False, **options},
     )
-    return make_advantages(
-        GROUPED,
+    return estimate_advantages(
+        _experience(GROUPED, cut, config, ref_logprobs=ref, **GROUPED_OLD),
         Scores(scores),
         config,
-        truncated=cut,
-        old=GROUPED_OLD,
-        ref_stats=ReferenceStats(ref),
-        kl_coef=options.get("kl_coef", 0.0),
+        CoefficientControl(config).at(0),
         score_scale=score_scale,
     )
 
@@ -153,7 +162,7 @@ def test_advantages_from_rounding_are_zero(kind: str, whitening: bool, tmp_path:
 
 def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
     scores = torch.tensor([1.0, 1.0, 0.5, 2.0])
-    reference = GROUPED_OLD.logprobs + torch.linspace(-1e-6, 1e-6, 8)
+    reference = GROUPED_OLD["old_logprobs"] + torch.linspace(-1e-6, 1e-6, 8)
     for kind in ("rloo", "group"):
         advantages = _of_groups(kind, scores, ref=reference, kl_coef=0.1).advantages
         assert (advantages == 0).tolist() == [True] * 4 + [False] * 4
@@ -206,9 +215,9 @@ def test_spread_is_measured_before_whitening(kind: str) -> None:
     raw = _made(kind).advantages
     for whitening in (False, True):
         estimates = _made(kind, whiten_advantages=whitening)
-        torch.testing.assert_close(estimates.spread, raw.std(correction=0))
+        torch.testing.assert_close(estimates.advantage_std, raw.std(correction=0))
     same = Scores(torch.full((4,), 3.0))
-    assert _of_groups("group", same.last).spread == 0
+    assert _of_groups("group", same.last).advantage_std == 0
 
 
 EMPTY_SECOND = random_batch([2, 0, 1, 1])
@@ -231,14 +240,12 @@ def test_an_empty_response_leaves_its_neighbors_rewards(kind: str, wanted: list[
     if kind in CRITIC_FREE:
         options["vf_coef"] = 0.0
     config = PPOConfig(advantage=kind, samples_per_prompt=4, whiten_advantages=False, **options)
-    estimates = make_advantages(
-        EMPTY_SECOND,
+    zeros = torch.zeros(4)
+    estimates = estimate_advantages(
+        _experience(EMPTY_SECOND, [False] * 4, config, old_logprobs=zeros, old_values=zeros),
         Scores(torch.tensor([10.0, 1.0, 2.0, 3.0])),
         config,
-        truncated=[False] * 4,
-        old=OldPolicy(torch.zeros(4), torch.zeros(4), None),
-        ref_stats=ReferenceStats(None),
-        kl_coef=0.0,
+        CoefficientControl(config).at(0),
     )
     torch.testing.assert_close(estimates.advantages, torch.tensor(wanted))
 
@@ -375,17 +382,19 @@ def test_masked_responses_do_not_change_the_others(kind: str, whitening: bool) -
     """The others have the advantages of a batch without them."""
     cut = (False, False, True)
     made = _made(kind, truncated=cut, masks=True, whiten_advantages=whitening)
-    others = make_advantages(
+    config = PPOConfig(advantage=kind, whiten_advantages=whitening)
+    finished = _experience(
         BATCH.select(torch.tensor([0, 1])),
-        Scores(SCORES[:2]),
-        PPOConfig(advantage=kind, whiten_advantages=whitening),
-        truncated=(False, False),
-        old=OldPolicy(OLD.logprobs[:8], OLD.values[:8], None),
-        ref_stats=ReferenceStats(),
-        kl_coef=0.0,
+        (False, False),
+        config,
+        old_logprobs=OLD.logprobs[:8],
+        old_values=OLD.values[:8],
+    )
+    others = estimate_advantages(
+        finished, Scores(SCORES[:2]), config, CoefficientControl(config).at(0)
     )
     torch.testing.assert_close(made.advantages[:8], others.advantages)
-    torch.testing.assert_close(made.spread, others.spread)
+    torch.testing.assert_close(made.advantage_std, others.advantage_std)
     assert made.advantages[8:].tolist() == [0.0]
 
 
@@ -397,7 +406,7 @@ def test_masked_responses_count_in_the_baseline() -> None:
 def test_a_batch_of_masked_responses_has_no_signal() -> None:
     made = _made("gae", truncated=(True, True, True), masks=True)
     assert not made.advantages.any()
-    assert made.spread == 0
+    assert made.advantage_std == 0
 
 
 def test_without_rewards_the_kl_is_the_signal() -> None:

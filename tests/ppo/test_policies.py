@@ -12,28 +12,29 @@ from torch import nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
+from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.policies import importance, mismatch, read_old_policy
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
 from runs import Watched, make_trainer, records
 
 
 def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
-    ids = trainer.prompts.token_ids[:rows]
+    ids = trainer.parts.prompts.token_ids[:rows]
     torch.manual_seed(0)
-    rollout = trainer.engine.generate(ids, trainer.sampling)
+    rollout = trainer.engine.generate(ids, trainer.parts.sampling)
     return rollout, Batch.of(ids, rollout.tokens)
 
 
-def _old(trainer: PPOTrainer, rollout: Rollout, batch: Batch):
-    return read_old_policy(
-        rollout,
-        split(batch, trainer.config.limits()),
-        trainer.config,
-        model=trainer.model,
-        engine=trainer.engine,
-        sampling=trainer.sampling,
-    )
+def _read(
+    trainer: PPOTrainer, rollout: Rollout, batch: Batch
+) -> tuple[Experience, dict[str, float]]:
+    """The experience with the old policy's statistics, and the metrics of the mismatch."""
+    experience = Experience.of_rollout(batch, rollout, Scores(torch.zeros(len(batch))), masks=False)
+    plan = split(batch, trainer.config.limits())
+    return read_old_policy(experience, rollout, plan, trainer.config, parts=trainer.parts)
 
 
 def _passes(trainer: PPOTrainer) -> list[int]:
@@ -53,13 +54,13 @@ def test_sampler_logprobs_are_used_without_a_forward_pass(
     nn.init.normal_(trainer.model.value_function.head.weight)
     rollout, batch = _drawn(trainer)
     passes = _passes(trainer)
-    old = _old(trainer, rollout, batch)
+    old, metrics = _read(trainer, rollout, batch)
     assert passes == []
     wanted = trainer.model.evaluate(batch, **trainer.config.softmax)
-    torch.testing.assert_close(old.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(old.values, wanted.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(old.old_logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(old.old_values, wanted.values, rtol=1e-5, atol=1e-5)
     assert old.importance_weights is None
-    assert old.metrics == {}
+    assert metrics == {}
     if options.get("truncated") == "bootstrap":
         cut = torch.tensor(rollout.truncated)
         assert cut.any()
@@ -84,12 +85,12 @@ def test_otherwise_old_logprobs_are_recomputed(options, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **options)
     rollout, batch = _drawn(trainer)
     passes = _passes(trainer)
-    old = _old(trainer, rollout, batch)
+    old, metrics = _read(trainer, rollout, batch)
     assert passes == [6]
-    assert {"mismatch/mean", "mismatch/worst", "mismatch/outside"} <= old.metrics.keys()
+    assert {"mismatch/mean", "mismatch/worst", "mismatch/outside"} <= metrics.keys()
     is_exact = "precision" not in options
-    assert old.metrics["mismatch/worst"] < (1e-5 if is_exact else 0.1)
-    assert old.metrics["mismatch/outside"] < 0.05
+    assert metrics["mismatch/worst"] < (1e-5 if is_exact else 0.1)
+    assert metrics["mismatch/outside"] < 0.05
     assert (old.importance_weights is None) == is_exact
 
 
@@ -97,7 +98,7 @@ def test_sampler_logprobs_can_be_forced_under_bf16(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", old_logprobs="sampler")
     rollout, batch = _drawn(trainer)
     passes = _passes(trainer)
-    assert torch.equal(_old(trainer, rollout, batch).logprobs, torch.cat(rollout.logprobs))
+    assert torch.equal(_read(trainer, rollout, batch)[0].old_logprobs, torch.cat(rollout.logprobs))
     assert passes == []
 
 
@@ -119,11 +120,11 @@ def test_missing_values_are_computed_by_the_value_function(
     rollout, batch = _drawn(trainer)
     sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
     passes = _passes(trainer)
-    old = _old(trainer, rollout, batch)
+    old, _ = _read(trainer, rollout, batch)
     assert passes == passes_of_the_policy
-    assert torch.equal(old.logprobs, torch.cat(sampled))
+    assert torch.equal(old.old_logprobs, torch.cat(sampled))
     wanted = trainer.model.evaluate(batch, **trainer.config.softmax)
-    torch.testing.assert_close(old.values, wanted.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(old.old_values, wanted.values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(old.final_values, wanted.final_values, rtol=1e-5, atol=1e-5)
 
 
@@ -133,9 +134,9 @@ def test_sampler_logprobs_after_top_p_need_no_weights(
     """The loss's own ratio is to that."""
     trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
     rollout, batch = _drawn(trainer)
-    old = _old(trainer, replace(rollout, logprobs=None), batch)
-    assert torch.equal(old.logprobs, torch.cat(rollout.sampler_logprobs))
-    assert (old.importance_weights, old.metrics) == (None, {})
+    old, metrics = _read(trainer, replace(rollout, logprobs=None), batch)
+    assert torch.equal(old.old_logprobs, torch.cat(rollout.sampler_logprobs))
+    assert (old.importance_weights, metrics) == (None, {})
 
 
 @pytest.mark.parametrize("rollout", ["decoder", "generate"])
@@ -145,7 +146,7 @@ def test_a_restriction_is_corrected_by_the_remaining_mass(
 ) -> None:
     trainer = make_trainer(tmp_path, rollout=rollout, **restriction)
     drawn, batch = _drawn(trainer)
-    old = _old(trainer, drawn, batch)
+    old, metrics = _read(trainer, drawn, batch)
     with torch.no_grad():
         layout = batch.layout()
         logits = trainer.model.head.logits(trainer.model.hidden(layout)).double()
@@ -155,17 +156,17 @@ def test_a_restriction_is_corrected_by_the_remaining_mass(
     else:
         kept = (p * (p.cumsum(1) - p < 0.6)).sum(1)
     torch.testing.assert_close(old.importance_weights.double(), kept, rtol=1e-4, atol=1e-5)
-    assert old.metrics["mismatch/excluded_mass"] == pytest.approx((1 - kept).mean().item(), 1e-4)
-    assert 0 < old.metrics["mismatch/excluded_share"] <= 1
-    assert 0 < old.metrics["mismatch/effective_sample_size"] < 1
+    assert metrics["mismatch/excluded_mass"] == pytest.approx((1 - kept).mean().item(), 1e-4)
+    assert 0 < metrics["mismatch/excluded_share"] <= 1
+    assert 0 < metrics["mismatch/effective_sample_size"] < 1
 
 
 def test_given_responses_are_recomputed_without_weights(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
     rollout, batch = _drawn(trainer)
-    old = _old(trainer, Rollout(rollout.tokens, rollout.finish_reasons), batch)
-    assert torch.equal(old.logprobs, trainer.model.evaluate(batch).logprobs)
-    assert (old.importance_weights, old.metrics) == (None, {})
+    old, metrics = _read(trainer, Rollout(rollout.tokens, rollout.finish_reasons), batch)
+    assert torch.equal(old.old_logprobs, trainer.model.evaluate(batch).logprobs)
+    assert (old.importance_weights, metrics) == (None, {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""The training of the value function: by the optimizer, in closed form, or with extra epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.ppo.value_head import ClosedFormHead, ExtraCriticEpochs, GradientHead
+from runs import first_experience, make_trainer, weights_of
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, ClosedFormHead),
+        ({"value_head": "gradient"}, GradientHead),
+        ({"value_model": "critic"}, GradientHead),
+        ({"value_model": "critic", "critic_options": {"epochs": 4}}, ExtraCriticEpochs),
+        ({"advantage": "reinforce", "vf_coef": 0.0}, GradientHead),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) if isinstance(options, dict) else "",
+)
+def test_the_options_choose_how_the_head_is_trained(
+    options: dict[str, Any], kind: type, tmp_path: Path
+) -> None:
+    assert type(make_trainer(tmp_path, **options).value_head) is kind
+
+
+@pytest.mark.parametrize(
+    "value_function",
+    [
+        {"value_model": "shared"},
+        {"value_model": "detached"},
+        {"value_model": "critic"},
+        {"value_model": "critic", "value_head": "closed_form", "critic_options": {"epochs": 3}},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_warm_up_trains_only_the_value_function(
+    value_function: dict[str, Any], tmp_path: Path
+) -> None:
+    options = value_function | {"value_warmup_iterations": 2, "weight_decay": 0.1}
+    options |= {"rewards": [tiny.every_other]}
+    trainer = make_trainer(tmp_path, iterations=2, **options)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed
+    assert all(name.startswith("value_function.") for name in changed)
+    longer = make_trainer(tmp_path, iterations=3, resume=True, **options)
+    longer.train()
+    after = {n for n, p in longer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert any(name.startswith("causal_lm.") for name in after)
+
+
+def test_a_critic_can_start_from_an_earlier_one(tmp_path: Path) -> None:
+    earlier = make_trainer(tmp_path, value_model="critic")
+    assert earlier.train()["value_grad_norm"] > 0
+    saved = str(tmp_path / "run" / "value_function.safetensors")
+    options = {"value_model": "critic", "critic_model": saved}
+    actual = make_trainer(tmp_path / "next", **options).model.value_function.state_dict()
+    torch.testing.assert_close(actual, earlier.model.value_function.state_dict(), rtol=0, atol=0)
+    make_trainer(tmp_path / "shared").train()
+    options["critic_model"] = str(tmp_path / "shared" / "run" / "value_function.safetensors")
+    with pytest.raises(ValueError, match="does not fit the policy"):
+        make_trainer(tmp_path / "wrong", **options)
+
+
+def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, value_model="critic", critic_options={"frozen": "attention"})
+    before = {n: p.clone() for n, p in trainer.model.value_function.trunk.named_parameters()}
+    trainer.train()
+    after = dict(trainer.model.value_function.trunk.named_parameters())
+    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert any(".mlp." in name for name in moved)
+    assert not any(".self_attn." in name for name in moved)
+
+
+def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:
+    """And within an update they come before those with the policy: its first value loss is less."""
+    losses = []
+    for epochs in (1, 5):
+        options = {"ppo_epochs": 1, "minibatches": 1, "critic_options": {"epochs": epochs}}
+        options |= {"value_model": "critic", "value_learning_rate": 1e-3}
+        trainer = make_trainer(tmp_path, **options)
+        experience = first_experience(trainer)
+        metrics = trainer.update(experience, trainer.begin_iteration())
+        losses.append(metrics["value_loss"])
+    assert losses[1] < 0.9 * losses[0]
+    before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
+    trainer.value_head.begin_update(experience, trainer.begin_iteration())
+    torch.testing.assert_close(before, [*trainer.model.causal_lm.parameters()], rtol=0, atol=0)
+
+
+# --------------------------------------------------------------- observations of the closed form
+
+
+def _observed(trainer: PPOTrainer) -> Tensor:
+    assert isinstance(trainer.value_head, ClosedFormHead)
+    moments = trainer.value_head.regression.moments
+    assert moments is not None
+    return moments
+
+
+def _fail_once(trainer: PPOTrainer, at: int) -> list[int]:
+    """Let memory run out in pass `at` of the trunk, counted from 1; return the passes' sizes."""
+    sizes: list[int] = []
+
+    def limited(module: Any, args: Any, output: Any) -> None:
+        sizes.append(len(args[0]))
+        if len(sizes) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    trainer.model.causal_lm.get_input_embeddings().register_forward_hook(limited)
+    return sizes
+
+
+def _halve_after_first_step(trainer: PPOTrainer) -> None:
+    """Halve the microbatches from the second step on, as after a retry, but without one."""
+    step = trainer.step_control.step
+
+    def halving(*args: Any) -> dict[str, float]:
+        trainer.limits.halvings = 1
+        return step(*args)
+
+    trainer.step_control.step = halving  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("minibatch", [1, 2])
+def test_a_retry_replaces_what_the_head_observed(minibatch: int, tmp_path: Path) -> None:
+    """Memory runs out in the second microbatch of a minibatch: the fit and all weights have the
+    bits of an update whose microbatches were small enough from that minibatch on."""
+    trainers = []
+    for retries in (True, False):
+        size = 4 if retries or minibatch == 2 else 2
+        trainer = make_trainer(
+            tmp_path, ppo_epochs=1, minibatches=2, microbatch_size=size, vf_coef=0.7
+        )
+        torch.manual_seed(5)
+        experience = first_experience(make_trainer(tmp_path / "other", microbatch_size=4))
+        if retries:
+            sizes = _fail_once(trainer, at=2 * minibatch)
+        elif minibatch == 2:
+            _halve_after_first_step(trainer)
+        torch.manual_seed(6)
+        trainer.update(experience, trainer.begin_iteration())
+        trainers.append(trainer)
+    assert sizes == [4, 4] * minibatch + [2] * 4 * (3 - minibatch)
+    retried, direct = trainers
+    assert _observed(retried)[-2, -2] == experience.batch.response_count
+    assert torch.equal(_observed(retried), _observed(direct))
+    assert all(map(torch.equal, weights_of(retried), weights_of(direct)))
+
+
+def test_an_update_that_is_undone_fits_no_head(tmp_path: Path) -> None:
+    options = {"learning_rate": "auto", "step_kl": 1e-3, "ppo_epochs": 4}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.step_control.adaptive.rate = 5e-2  # type: ignore[attr-defined]
+    before = weights_of(trainer)
+    metrics = trainer.update(first_experience(trainer), trainer.begin_iteration())
+    assert metrics["undone"] == 1
+    assert trainer.value_head.tensors() == {}
+    assert all(map(torch.equal, before, weights_of(trainer)))
