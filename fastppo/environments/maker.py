@@ -75,6 +75,8 @@ class EnvironmentMaker:
     """Whether environments have a method `end`, called after the last turn of every episode."""
     can_be_tried = True
     """Whether the dry run before a run may play a turn."""
+    expected = EXPECTED
+    """Description of the interface in error messages."""
     fingerprint = ""
     """Fingerprint of the user's code, if it differs from that of `make`."""
 

@@ -41,12 +41,14 @@ def check_paths(config: Options, *, is_new: bool = True) -> None:
         if not is_address(name):
             check_source(name)
     for option, name in _named(options, CODE):
-        if URL.match(name) or is_address(name):
+        if URL.match(name):
             continue
         option = "environment" if option == "environment" else "reward"
-        match = FUNCTION.match(name)
+        # The target of an address may be a function in a file, as in chat:agent.py:run?port=8123.
+        target = name.partition(":")[2].partition("?")[0] if is_address(name) else name
+        match = FUNCTION.match(target)
         if match is None:
-            if is_missing_path(name):
+            if target == name and is_missing_path(name):
                 raise MissingPathError(f"{option} {name}: there is no such directory", name)
         elif match["where"].endswith(".py") and not Path(match["where"]).is_file():
             where = match["where"]

@@ -15,7 +15,7 @@ from fastppo.environments.turns import POLICY, Turns, as_turns
 from fastppo.plugins.calling import CallOptions
 from fastppo.plugins.loading import Plugin
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
+from fastppo.rewards.reward import EXPECTED, RewardError, RewardTerm, Samples, score
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
 
 MADE_UP = "A made-up response"
@@ -65,13 +65,16 @@ def dry_run(
     first = prompts.select([0])
     calls = CallOptions(config.reward_timeout)
     samples = Samples(first.prompts, [MADE_UP], first.columns, [[0]])
+    expected = ""
     try:
         for term in rewards:
             if term.is_named_function:
+                expected = f"expected {term.name}{EXPECTED}"
                 score(term, samples, failure_file(config), calls)
         maker: Any = None if environment is None else environment.function
         if maker is None or not maker.can_be_tried:
             return None
+        expected = maker.expected
         turns = Turns(
             maker,
             tokenizer,
@@ -86,7 +89,8 @@ def dry_run(
             )
     except RewardError as error:
         raise RewardError(
-            f"{error}; it was tried with a made-up response, before the models are loaded"
+            f"{error}; it was tried with a made-up response, before the models are loaded: "
+            f"{expected}"
         ) from error.__cause__
     return _first_turn(first, rollout, tokenizer)
 
