@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo.ppo.advantages import ScoreScale
 from tiny import random_batch
 
 from fastppo import gae

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from torch import nn
 
 from fastppo.data.batch import Batch

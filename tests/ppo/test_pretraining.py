@@ -14,7 +14,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
     data = tiny.saved_text(tmp_path / "text.jsonl")
     gradients = {}
     for coef in (0.0, 2.5):
-        more = {"ptx_coef": coef, "ptx_data": data, "ptx_block_size": 12} if coef else {}
+        more = {"ptx_coef": coef, "ptx_data": data} if coef else {}
         more["microbatch_size"] = 3  # of the 8 blocks, so the parts are unequal
         trainer = make_trainer(tmp_path, max_grad_norm=1e9, **ONE_STEP, **more)
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
 def test_each_step_reads_the_next_blocks(tmp_path: Path) -> None:
     """An iteration that does not train the policy reads none."""
     data = tiny.saved_text(tmp_path / "text.jsonl")
-    options = {"ptx_coef": 1.0, "ptx_data": data, "ptx_block_size": 12, "ptx_batch_size": 3}
+    options = {"ptx_coef": 1.0, "ptx_data": data, "ptx_batch_size": 3}
     for kl_loss_coef, steps in ((0.0, 0), (0.1, 4)):
         trainer = make_trainer(tmp_path, **options, kl_loss_coef=kl_loss_coef)
         batch = tiny.random_batch()
