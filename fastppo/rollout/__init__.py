@@ -94,7 +94,7 @@ class Rollout:
     values: list[Tensor] | None = None
     """Values of the state before each token: [length] per response."""
     final_values: Tensor | None = None
-    """[B], of the state after the last token of a truncated response; 0 for the others."""
+    """Values of the state after the last token of truncated responses, [B]; 0 for the others."""
     response_mask: list[list[bool]] | None = None
     """Each [length], True on tokens of the policy and False on those of an environment; None means
     all True. The per-token fields above have entries only for tokens of the policy."""

@@ -97,10 +97,10 @@ class ServerEngine(RolloutEngine):
     """Sample from vLLM servers.
 
     Args:
-        policy: gives the first weights.
-        directory: for handovers; all servers must see it under the same path.
-        urls: of servers, http://host:port. Each takes an equal share of a batch.
-        batch_size: simultaneous requests.
+        policy: the policy with the first weights.
+        directory: the directory for weights; all servers must see it under the same path.
+        urls: the servers' addresses, http://host:port. Each server takes an equal share of a batch.
+        batch_size: number of simultaneous requests.
         say: prints a message to the user.
     """
 

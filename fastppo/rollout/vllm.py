@@ -48,7 +48,7 @@ from fastppo.rollout.prompts import check_prompts
 
 INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
-"""KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
+"""Bytes of the KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
 FIXED = ("model", "tokenizer", "load_format", "generation_config", "logprobs_mode")
 """Options of vLLM that the engine sets itself."""
 SLEEP_LEVEL = 2

@@ -92,7 +92,7 @@ def read(path: Path, model: nn.Module, optimizer: Optimizer) -> Saved:
             saved.model[name] = targets[key]
     _load(targets, reader)
     for name, index in indices.items():
-        # Shards are in fp32; an unsharded weight in half precision has a master beside it.
+        # Shards are fp32; an unsharded weight in half precision has a separate fp32 master.
         master = saved.model.get(name)
         if master is not None and optimizer.weights[index].dtype != master.dtype:
             saved.optimizer.setdefault(index, {}).setdefault("master", master)
@@ -135,13 +135,13 @@ def _load(targets: dict[str, Any], reader: HuggingFaceStorageReader) -> None:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the optimizer's weights, in its order."""
+    """Return the names of the optimizer's weights, in the optimizer's order."""
     by_weight = {id(p): name for name, p in model.named_parameters()}
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
 def _empty(saved: Any, weight: Tensor) -> Tensor:
-    """Return a tensor to read a saved one into, sharded like the weight if it has its shape."""
+    """Return a tensor to read a saved one into, sharded like the weight if the shapes agree."""
     dtype = saved.properties.dtype
     if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
