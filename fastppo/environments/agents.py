@@ -138,7 +138,7 @@ class Agent(EnvironmentMaker):
         """
         offered = ["base_url", "api_key", "prompt", *columns]
         named = keywords_for(self.make, dict.fromkeys(offered))
-        expected = f"it may name {', '.join(offered)}"
+        expected = f"any of {', '.join(offered)} by name"
         self.check_call("the agent", self.make, source, columns, [], named, expected=expected)
         if self.server.port and processes > 1:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fastppo.plugins.calling import keywords_for
 
 EXPECTED = (
-    "expected a class without arguments that has reset(prompt, **columns), which returns a text, "
+    "a class without arguments that has reset(prompt, **columns), which returns a text, "
     "messages or None, and step(text), which returns (observation, reward, done)"
 )
 """Description of an environment in error messages."""
@@ -114,7 +114,9 @@ class EnvironmentMaker:
         for name in ("reset", "step"):
             method: Any = getattr(self.make, name, None)
             if method is None:
-                raise ValueError(f"environment: {self.__name__} has no method {name}; {EXPECTED}")
+                raise ValueError(
+                    f"environment: {self.__name__} has no method {name}; expected {EXPECTED}"
+                )
             if inspect.isfunction(method):  # and not a static method or an object
                 named = keywords_for(method, dict.fromkeys(columns)) if name == "reset" else {}
                 self.check_call(name, method, source, columns, [None, ""], named)
@@ -136,7 +138,8 @@ class EnvironmentMaker:
         except TypeError as error:
             if str(error).startswith("multiple values"):  # reset(self, seed), of Gymnasium
                 error = TypeError("its first argument is the prompt, not a column")
+            known = ", ".join(columns) or "none beside the prompt"
             raise ValueError(
-                f"environment: {name} takes {signature}: {error}; {expected}; the columns of "
-                f"{source} are: {', '.join(columns) or 'none beside the prompt'}"
+                f"environment: {name} takes {signature}: {error}; expected {expected}; the columns "
+                f"of {source} are: {known}"
             ) from None

@@ -191,7 +191,7 @@ class Tools(EnvironmentMaker):
     """
 
     has_end = True
-    expected = "expected a class with reset(**row), which returns a text or None, and tools"
+    expected = "a class with reset(**row), which returns a text or None, and tools"
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__(make)
