@@ -44,7 +44,7 @@ class NoStep:
 class Shop:
     def reset(self, price): ...
     def buy(self) -> None:
-        """Buys."""
+        'Buys.'
 
 class FiveValues:
     def reset(self, prompt, wanted):
