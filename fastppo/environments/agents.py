@@ -113,6 +113,7 @@ class Agent(EnvironmentMaker):
 
     has_end = True
     can_be_tried = False  # it waits for the answers of a server
+    expected = "any of base_url, api_key, prompt and the columns by name"
 
     def __init__(self, run: Callable[..., Any], *, host: str = "127.0.0.1", port: int = 0) -> None:
         super().__init__(run)
@@ -138,8 +139,7 @@ class Agent(EnvironmentMaker):
         """
         offered = ["base_url", "api_key", "prompt", *columns]
         named = keywords_for(self.make, dict.fromkeys(offered))
-        expected = f"it may name {', '.join(offered)}"
-        self.check_call("the agent", self.make, source, columns, [], named, expected=expected)
+        self.check_call("the agent", self.make, source, columns, [], named)
         if self.server.port and processes > 1:
             raise ValueError(
                 f"{processes} processes: each serves the agents of its own rows, so leave out the "

@@ -14,12 +14,6 @@ from typing import Any, NamedTuple
 
 from fastppo.plugins.calling import keywords_for
 
-EXPECTED = (
-    "expected a class without arguments that has reset(prompt, **columns), which returns a text, "
-    "messages or None, and step(text), which returns (observation, reward, done)"
-)
-"""Description of an environment in error messages."""
-
 
 class PolicyTurn(NamedTuple):
     """A turn of the policy with its lengths."""
@@ -75,7 +69,10 @@ class EnvironmentMaker:
     """Whether environments have a method `end`, called after the last turn of every episode."""
     can_be_tried = True
     """Whether the dry run before a run may play a turn."""
-    expected = EXPECTED
+    expected = (
+        "a class without arguments that has reset(prompt, **columns), which returns a text, "
+        "messages or None, and step(text), which returns (observation, reward, done)"
+    )
     """Description of the interface in error messages."""
     fingerprint = ""
     """Fingerprint of the user's code, if it differs from that of `make`."""
@@ -114,20 +111,21 @@ class EnvironmentMaker:
         for name in ("reset", "step"):
             method: Any = getattr(self.make, name, None)
             if method is None:
-                raise ValueError(f"environment: {self.__name__} has no method {name}; {EXPECTED}")
+                raise ValueError(
+                    f"environment: {self.__name__} has no method {name}; expected {self.expected}"
+                )
             if inspect.isfunction(method):  # and not a static method or an object
                 named = keywords_for(method, dict.fromkeys(columns)) if name == "reset" else {}
                 self.check_call(name, method, source, columns, [None, ""], named)
 
-    @staticmethod
     def check_call(
+        self,
         name: str,
         function: Callable[..., Any],
         source: str,
         columns: Collection[str],
         arguments: Sequence[Any] = (),
         named: Mapping[str, Any] | None = None,
-        expected: str = EXPECTED,
     ) -> None:
         """Raise ValueError unless a function can be called with these arguments."""
         signature = inspect.signature(function)
@@ -136,7 +134,8 @@ class EnvironmentMaker:
         except TypeError as error:
             if str(error).startswith("multiple values"):  # reset(self, seed), of Gymnasium
                 error = TypeError("its first argument is the prompt, not a column")
+            known = ", ".join(columns) or "none beside the prompt"
             raise ValueError(
-                f"environment: {name} takes {signature}: {error}; {expected}; the columns of "
-                f"{source} are: {', '.join(columns) or 'none beside the prompt'}"
+                f"environment: {name} takes {signature}: {error}; expected {self.expected}; the "
+                f"columns of {source} are: {known}"
             ) from None

@@ -191,7 +191,7 @@ class Tools(EnvironmentMaker):
     """
 
     has_end = True
-    expected = "expected a class with reset(**row), which returns a text or None, and tools"
+    expected = "a class with reset(**row), which returns a text or None, and tools"
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__(make)
@@ -223,7 +223,7 @@ class Tools(EnvironmentMaker):
         reset: Any = getattr(self.kind, "reset", None)
         if inspect.isfunction(reset):
             named = keywords_for(reset, dict.fromkeys(["prompt", *columns]))
-            self.check_call("reset", reset, source, columns, [None], named, expected=self.expected)
+            self.check_call("reset", reset, source, columns, [None], named)
 
 
 def is_tool_class(make: Any) -> bool:

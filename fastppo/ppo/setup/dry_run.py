@@ -13,7 +13,6 @@ from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
 from fastppo.environments.turns import POLICY, Turns, as_turns
 from fastppo.plugins.calling import CallOptions
-from fastppo.plugins.loading import Plugin
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.reward import EXPECTED, RewardError, RewardTerm, Samples, score
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
@@ -48,7 +47,7 @@ def dry_run(
     config: PPOConfig,
     prompts: Prompts,
     rewards: Sequence[RewardTerm],
-    environment: Plugin | None,
+    maker: Any = None,
     *,
     tokenizer: Any,
     context: int | None,
@@ -57,41 +56,32 @@ def dry_run(
 
     Args:
         rewards: those that an option names as a function are called, each once.
-        environment: None if there is none to try.
+        maker: an `EnvironmentMaker`; None if no environment is to be tried.
 
     Raises:
         RewardError: a reward or the environment raised, or returned something invalid.
     """
     first = prompts.select([0])
-    calls = CallOptions(config.reward_timeout)
     samples = Samples(first.prompts, [MADE_UP], first.columns, [[0]])
+    calls = CallOptions(config.reward_timeout)
     expected = ""
     try:
-        for term in rewards:
-            if term.is_named_function:
-                expected = f"expected {term.name}{EXPECTED}"
-                score(term, samples, failure_file(config), calls)
-        maker: Any = None if environment is None else environment.function
+        for term in (term for term in rewards if term.is_named_function):
+            expected = f"{term.name}{EXPECTED}"
+            score(term, samples, failure_file(config), calls)
         if maker is None or not maker.can_be_tried:
             return None
         expected = maker.expected
+        saved = episode_file(config)
         turns = Turns(
-            maker,
-            tokenizer,
-            max_turns=1,
-            context=context,
-            options=calls,
-            failure_file=episode_file(config),
+            maker, tokenizer, max_turns=1, context=context, options=calls, failure_file=saved
         )
         with closing(turns):
-            first, rollout = turns.run(
-                first, _MadeUpEngine(tokenizer), Sampling(config.max_new_tokens)
-            )
+            engine = _MadeUpEngine(tokenizer)
+            first, rollout = turns.run(first, engine, Sampling(config.max_new_tokens))
     except RewardError as error:
-        raise RewardError(
-            f"{error}; it was tried with a made-up response, before the models are loaded: "
-            f"{expected}"
-        ) from error.__cause__
+        when = "it was tried with a made-up response, before the models are loaded"
+        raise RewardError(f"{error}; {when}: expected {expected}") from error.__cause__
     return _first_turn(first, rollout, tokenizer)
 
 

@@ -142,14 +142,11 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
     pretraining = load_pretraining(config, tokenizer, policy_context)
     first_turn = None
     if prompts is not None:
+        environment = rewards.environment if given.environment is None else None
+        maker = None if environment is None else environment.function
         first_turn = world.on_main_rank(
             lambda: dry_run(
-                config,
-                prompts,
-                rewards.all,
-                rewards.environment if given.environment is None else None,
-                tokenizer=tokenizer,
-                context=context,
+                config, prompts, rewards.all, maker, tokenizer=tokenizer, context=context
             )
         )
     return RunInputs(

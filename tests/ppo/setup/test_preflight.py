@@ -38,6 +38,14 @@ class Gym:
     def reset(self, wanted): ...
     def step(self, text): ...
 
+class NoStep:
+    def reset(self, prompt): ...
+
+class Shop:
+    def reset(self, price): ...
+    def buy(self) -> None:
+        'Buys.'
+
 class FiveValues:
     def reset(self, prompt, wanted):
         return prompt + wanted
@@ -149,6 +157,8 @@ def test_inputs_are_read_without_weights(folder: Path, monkeypatch: pytest.Monke
             {"environment": "code.py:Gym"},
             r"environment: reset takes \(self, wanted\)",
         ),
+        ({"environment": "code.py:NoStep"}, "environment: NoStep has no method step"),
+        ({"environment": "code.py:Shop"}, r"environment: reset takes \(self, price\)"),
         ({"environment": "code.py:right"}, r"environment: right takes"),
         ({"optimizer": "torch.optim:Adamw"}, "optimizer torch.optim:Adamw"),
     ],
