@@ -11,8 +11,11 @@ The groups are `ENVIRONMENTS` (an `Adapter`), `TRACKERS` (a `Tracker`) and `CALL
 
 from __future__ import annotations
 
+import functools
 import re
+import tomllib
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENTS = "fastppo.environments"
@@ -23,11 +26,7 @@ PACKAGE = "fastppo"
 
 
 def names(group: str) -> list[str]:
-    """Return the names of the entry points of a group.
-
-    Raises:
-        ImportError: the metadata of FastPPO's installation is older than its code.
-    """
+    """Return the names of the entry points of a group."""
     return sorted(_found(group))
 
 
@@ -42,13 +41,26 @@ def load(group: str, name: str) -> Any:
 
 
 def _found(group: str) -> dict[str, metadata.EntryPoint]:
-    found = {point.name: point for point in metadata.entry_points(group=group)}
-    if not any(point.dist is not None and point.dist.name == PACKAGE for point in found.values()):
-        raise ImportError(
-            f"the installation of FastPPO does not declare its {group}, so it is older than the "
-            "code that runs: install it again, such as with `pip install -e .`"
-        )
-    return found
+    installed = {point.name: point for point in metadata.entry_points(group=group)}
+    checkout = {
+        name: metadata.EntryPoint(name, value, group)
+        for name, value in _of_checkout().get(group, {}).items()
+    }
+    return installed | checkout
+
+
+@functools.cache
+def _of_checkout() -> dict[str, dict[str, str]]:
+    """Return the entry points of the checkout that runs, by group and name.
+
+    A checkout may run without being installed, or its metadata may be older than its code. An
+    installed wheel has no pyproject.toml beside the package.
+    """
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    if not file.exists():
+        return {}
+    project = tomllib.loads(file.read_text("utf-8")).get("project", {})
+    return project.get("entry-points", {}) if project.get("name") == PACKAGE else {}
 
 
 def install_hint(error: ImportError, requirement: str) -> str:

@@ -45,15 +45,18 @@ LEARNING: dict[str, Any] = {
     "learning_rate": 2e-3,
     "kl_coef": 0.0,
 }
-"""Of a run whose reward rises above a half. A policy at random gets about 1/43, the best gets 1."""
+"""Options of a run whose reward rises above 0.5. A random policy gets about 1/43, the best 1."""
 
 ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
 """Options of one optimizer step per iteration."""
 
 
 class Watched(RolloutEngine):
-    """What another engine draws, looked at or changed on its way by a function of the rollout, the
-    prompts' ids and the sampling."""
+    """An engine that passes each rollout of another one to `look`, which may change it.
+
+    Args:
+        look: called with the rollout, the prompts' token ids and the sampling.
+    """
 
     def __init__(self, engine: RolloutEngine, look: Callable[..., object]) -> None:
         self.engine, self.look = engine, look
@@ -65,9 +68,12 @@ class Watched(RolloutEngine):
 
 
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:
-    """A trainer on a tiny model; `options` are those of the config, or parts that are given, or
-    `causal_lm`, or `model_dtype`, as which a tiny one was loaded, or `timeout`, seconds that a rank
-    waits for the others."""
+    """Return a trainer on a tiny model.
+
+    Args:
+        options: fields of the config, arguments of `PPOTrainer`, `causal_lm` for another model,
+            `model_dtype` of the tiny one, or `timeout`, seconds that a rank waits for the others.
+    """
     timeout = options.pop("timeout", None)
     dtype = getattr(torch, options.pop("model_dtype", "float32"))
     causal_lm = options.pop("causal_lm", None)
@@ -83,12 +89,12 @@ def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) ->
 
 
 def adamw(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    """AdamW on fp32 masters of the groups' weights."""
+    """Return AdamW on fp32 masters of the groups' weights."""
     return Optimizer(lambda masters: torch.optim.AdamW(masters, **options), groups)
 
 
 def tensors_of(experience: Experience) -> dict[str, Tensor]:
-    """The tensors of an experience and of its batch, by name."""
+    """Return the tensors of an experience and of its batch, by name."""
     return {
         field.name: value
         for record in (experience, experience.batch)
@@ -98,14 +104,14 @@ def tensors_of(experience: Experience) -> dict[str, Tensor]:
 
 
 def first_prompts(trainer: PPOTrainer, count: int) -> Prompts:
-    """The first of the shuffled epochs."""
+    """Return the first prompts of the shuffled epochs."""
     prompts = trainer.parts.prompts
     assert prompts is not None
     return prompts.select(visiting_order(len(prompts), 0, count, seed=0))
 
 
 def first_experience(trainer: PPOTrainer) -> Experience:
-    """One scored rollout, before any update."""
+    """Return the experience of a scored rollout."""
     prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
     coefficients = trainer.begin_iteration()
     rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
@@ -116,7 +122,7 @@ def first_experience(trainer: PPOTrainer) -> Experience:
 def experience_of(
     trainer: PPOTrainer, batch: Batch, scores: Tensor | Scores, truncated: bool = False
 ) -> tuple[Experience, dict[str, float]]:
-    """What the trainer makes of a batch whose scores are given, and its metrics."""
+    """Return the experience of a batch with given scores, and its metrics."""
     prompt_ids = []
     responses = []
     for row, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
@@ -134,13 +140,13 @@ def experience_of(
 
 
 def fresh_state(config: PPOConfig) -> RunState:
-    """The state of a run before its first iteration, with an optimizer of one weight."""
+    """Return the state of a run before its first iteration, with an optimizer of one weight."""
     optimizer = adamw([{"params": [nn.Parameter(torch.zeros(1))], "peak_lr": 1e-3, "lr": 1e-3}])
     return RunState.of(config, make_step_control(config, optimizer, lambda *said: None))
 
 
 def perturb(trainer: PPOTrainer, scale: float = 0.05) -> None:
-    """Moves the policy away from its rollout and its reference."""
+    """Move the policy away from its rollout and its reference."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in trainer.model.causal_lm.parameters():
@@ -148,7 +154,7 @@ def perturb(trainer: PPOTrainer, scale: float = 0.05) -> None:
 
 
 def weights_of(trainer: PPOTrainer) -> list[Tensor]:
-    """Copies of all parameters as they are now."""
+    """Return copies of all parameters."""
     return [weight.detach().clone() for weight in trainer.model.parameters()]
 
 
@@ -158,7 +164,7 @@ def logprobs_of(
     responses: list[list[int]],
     temperature: float = 1.0,
 ) -> Tensor:
-    """[N] of the responses' tokens, each from the model's own logits."""
+    """Return the logprobs [N] of the responses' tokens, from the logits of the model."""
     rows = []
     for prompt, tokens in zip(prompt_ids, responses, strict=True):
         with torch.no_grad():
@@ -169,7 +175,7 @@ def logprobs_of(
 
 
 def counting(at: int = 0, act: Callable[[], object] = lambda: None) -> Callable[..., list[float]]:
-    """Counts w7, and does something before it scores that iteration."""
+    """Return a reward that counts w7, and calls `act` before its call number `at`."""
     calls = []
 
     def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
@@ -182,19 +188,19 @@ def counting(at: int = 0, act: Callable[[], object] = lambda: None) -> Callable[
 
 
 def records(trainer: PPOTrainer) -> list[dict[str, Any]]:
-    """The lines of the run's metrics.jsonl."""
+    """Return the records of the run's metrics.jsonl."""
     return read_jsonl(Path(trainer.config.output_dir) / "metrics.jsonl")
 
 
 def assert_learns(trainer: PPOTrainer) -> None:
-    """Of a run with the options of LEARNING."""
+    """Check that the reward of a run with the options of LEARNING rose."""
     rewards = [record["reward"] for record in records(trainer)]
     assert rewards[0] < 0.1
     assert rewards[-1] > 0.5
 
 
 def update_gradients(tmp_path: Path, **options: Any) -> dict[str, Tensor]:
-    """The gradient of each parameter in one optimizer step on one rollout."""
+    """Return the gradient of each parameter in one optimizer step on a rollout."""
     fixed = {"value_head": "gradient", "max_grad_norm": 1e9, **ONE_STEP}
     trainer = make_trainer(tmp_path, **{**fixed, **options})
     torch.manual_seed(5)

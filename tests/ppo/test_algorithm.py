@@ -1,4 +1,4 @@
-"""The algorithm: on-policy at first, the same however a batch is split, and from which tokens."""
+"""The algorithm starts on-policy, and the split of a batch into microbatches changes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from runs import (
 
 
 def test_samples_per_prompt_are_adjacent_rows(tmp_path: Path) -> None:
-    """`rollout_batch_size` counts responses; the place in the data counts prompts."""
+    """`rollout_batch_size` counts responses, and `prompts_seen` counts prompts."""
     trainer = make_trainer(tmp_path, samples_per_prompt=4, iterations=1)
     batches: list[list[list[int]]] = []
     trainer.engine = Watched(trainer.engine, lambda rollout, ids, _: batches.append(ids))
@@ -88,7 +88,7 @@ def test_after_a_refresh_the_kl_is_zero(lora_rank: int, tmp_path: Path) -> None:
 def test_microbatches_do_not_change_the_experience(
     options, packing: str, estimator: str, tmp_path: Path
 ) -> None:
-    """Logprobs, values and the reference's come back in the order of the batch."""
+    """Logprobs and values are in the order of the batch."""
     experiences = []
     for more in ({"microbatch_size": 16}, options | {"packing": packing}):
         trainer = make_trainer(tmp_path, kl_estimator=estimator, value_model="critic", **more)
@@ -103,7 +103,7 @@ def test_microbatches_do_not_change_the_experience(
 
 
 def test_scores_are_normalized_and_clipped(tmp_path: Path) -> None:
-    """Without a KL and with λ = 1 the return is what was paid."""
+    """Without a KL and with λ = 1, the returns are the processed scores."""
     options = {"kl_coef": 0.0, "lam": 1.0, "score_normalization": "running", "score_clip": 1.2}
     trainer = make_trainer(tmp_path, **options)
     batch = random_batch((1, 1, 1))
@@ -119,7 +119,7 @@ def test_scores_are_normalized_and_clipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
 def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> None:
-    """Property 2: before the first step ratio = 1, and KL to a fresh reference is 0."""
+    """Property 2: before the first step the ratio is 1, and the KL to a fresh reference is 0."""
     trainer = make_trainer(tmp_path, architecture, temperature=0.7, **ONE_STEP)
     experience = first_experience(trainer)
     assert experience.ref_logprobs is not None
@@ -134,8 +134,8 @@ def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path: Path) -> None:
-    """Property 1, through the trainer: gradients of trunk, policy head and value head, by number
-    of sequences, by tokens and packed."""
+    """Property 1, for the gradients of trunk, policy head and value head. Microbatches are limited
+    by sequences or by tokens, padded or packed."""
     gradients, shares = [], []
     for options in (
         {"microbatch_size": 16},
@@ -154,7 +154,7 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
             **options,
         )
         torch.manual_seed(5)
-        # Of responses that end early, at different lengths.
+        # Its responses end early, at different lengths.
         stops = make_trainer(tmp_path, stop_token_ids=[*range(1, 12)])
         metrics = trainer.update(first_experience(stops), trainer.begin_iteration())
         gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
@@ -176,8 +176,8 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
     ],
 )
 def test_a_microbatch_does_not_synchronize(architecture: str, packing: str, tmp_path: Path) -> None:
-    """No `.item()`, `nonzero`, boolean index or `.tolist()` of what would be on a GPU: ten
-    microbatches wait no more often than one."""
+    """No tensor that would be on a GPU is read by `.item()`, `nonzero`, a boolean index or
+    `.tolist()`, so many microbatches wait no more often than one."""
     experience = first_experience(make_trainer(tmp_path))
     counts = []
     for size in (16, 2):
@@ -232,7 +232,7 @@ def test_only_response_positions_reach_the_heads(tmp_path: Path) -> None:
 
 
 def test_token_sum_is_token_mean_times_the_tokens(tmp_path: Path) -> None:
-    """Sums over tokens are the mean's times the number of tokens."""
+    """token-sum has the gradient of token-mean, times the number of tokens."""
     mean = update_gradients(tmp_path, aggregation="token-mean", vf_coef=0.0)
     total = update_gradients(tmp_path, aggregation="token-sum", vf_coef=0.0)
     name = "causal_lm.lm_head.weight"
@@ -244,8 +244,8 @@ def test_token_sum_is_token_mean_times_the_tokens(tmp_path: Path) -> None:
 
 
 def test_a_multi_turn_response_has_the_gradient_of_its_turns(tmp_path: Path) -> None:
-    """A response of two turns is, once its advantages are made, two responses: the second to all
-    that stands before it."""
+    """Given its advantages, a response of two turns trains like two responses, the second of which
+    has all tokens before it as its prompt."""
     options = {"kl_loss_coef": 0.2, "entropy_coef": 0.01, "learning_rate": 1e-30}
     trainer = make_trainer(tmp_path, **options, max_grad_norm=1e9, **ONE_STEP)
     mask = [True] * 3 + [False] * 2 + [True] * 2
@@ -261,7 +261,7 @@ def test_a_multi_turn_response_has_the_gradient_of_its_turns(tmp_path: Path) -> 
         gradients.append([p.grad.clone() for p in trainer.model.causal_lm.parameters()])
         assert metrics["entropy"] > 0
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-    # The KL of the metrics and of the reward is that of the policy's five tokens alone.
+    # The KL of the metrics and of the reward is over the five tokens of the policy alone.
     now = trainer.model.evaluate_plan(split(apart, trainer.config.limits())).logprobs
     again, metrics = experience_of(trainer, turns, torch.ones(1))
     kl = (now - experience.old_logprobs).sum().item()
@@ -278,7 +278,7 @@ def test_a_multi_turn_response_has_the_gradient_of_its_turns(tmp_path: Path) -> 
 def test_without_a_signal_only_the_kl_in_the_loss_moves_the_policy(
     kl_loss_coef: float, tmp_path: Path
 ) -> None:
-    """The value head would amplify its errors, as it has not learned the equal rewards yet."""
+    """Advantages of equal rewards are only errors of the value function."""
     trainer = make_trainer(tmp_path, kl_loss_coef=kl_loss_coef, kl_coef=0.0, **ONE_STEP)
     if kl_loss_coef:
         perturb(trainer)
@@ -298,7 +298,7 @@ def test_without_a_signal_only_the_kl_in_the_loss_moves_the_policy(
 
 
 def test_masked_responses_change_no_weight(tmp_path: Path) -> None:
-    """A run that masks its truncated responses learns from the finished ones alone."""
+    """With truncated=mask, a run learns from the finished responses alone."""
     changed = {}
     runs = {"mask": ("mask", 0.0), "same": ("mask", 9.0), "learn": ("learn", 0.0)}
     for name, (truncated, reward) in runs.items():
@@ -338,7 +338,7 @@ def test_masked_responses_change_no_weight(tmp_path: Path) -> None:
 def test_a_batch_without_a_finished_response_moves_nothing(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Nor do the momentum and the weight decay of the batch before it."""
+    """The momentum of the batch before and the weight decay move nothing, either."""
     trainer = make_trainer(tmp_path, truncated="mask", minibatches=2, weight_decay=0.1, **options)
     given = [[4, 5]] * 4, [[6, 1], [7, 1], [8, 1], [9, 1]], [0.0, 1.0, 2.0, 3.0]
     weights = [weights_of(trainer)]

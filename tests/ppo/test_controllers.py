@@ -1,4 +1,4 @@
-"""What moves β: each controller by its formula, and in a run."""
+"""Each controller follows its formula, alone and in a run."""
 
 from __future__ import annotations
 

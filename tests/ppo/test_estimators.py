@@ -1,4 +1,4 @@
-"""Advantages by their kind, in closed form, and the KL and the rewards that enter them."""
+"""Advantages of each kind equal their closed form, and so do the KL and the rewards in them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _made(
 def _experience(
     batch: Batch, truncated: Sequence[bool], config: PPOConfig, **tensors: torch.Tensor | None
 ) -> Experience:
-    """An experience with the statistics of the policies, by default those of OLD."""
+    """Return an experience with the statistics of the policies, by default those of OLD."""
     cut = torch.tensor(truncated)
     old = {"old_logprobs": OLD.logprobs, "old_values": OLD.values, "final_values": OLD.final_values}
     masked = cut if config.truncated == "mask" else None
@@ -88,7 +88,7 @@ GROUPED_OLD = {
 
 
 def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> Experience:
-    """Two responses to each of two prompts."""
+    """Estimate the advantages of two responses to each of two prompts."""
     ref = options.pop("ref", None)
     cut = options.pop("cut", [False] * 4)
     score_scale = options.pop("score_scale", None)
@@ -140,9 +140,8 @@ def test_part_of_a_group_is_refused() -> None:
 @pytest.mark.parametrize("whitening", [False, True])
 @pytest.mark.parametrize("kind", ["gae", "sequence", "turn_gae", "reinforce", "rloo"])
 def test_advantages_from_rounding_are_zero(kind: str, whitening: bool, tmp_path: Path) -> None:
-    """All responses earn nothing and the policy is the reference, but for what sums in another
-    order make of its logprobs: Adam's step in their direction is as long as any other, and one of
-    them can take from a model what it knows."""
+    """All rewards are 0, and policy and reference differ only by the rounding of their logprobs.
+    Adam normalizes the gradient, so its step in their direction would have full length."""
     trainer = make_trainer(
         tmp_path,
         rewards=[lambda prompts, completions: [0.0] * len(completions)],
@@ -169,14 +168,15 @@ def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
 
 @pytest.mark.parametrize("whitening", [False, True])
 def test_equal_scores_have_zero_advantages(whitening: bool) -> None:
-    """Although they differ from the values."""
+    """The scores differ from the values, but that is an error of the value function."""
     same = torch.full((4,), 3.0)
     assert not _of_groups("reinforce", same, whiten_advantages=whitening).advantages.any()
     assert not _made("gae", rewards=Scores(same[:3]), whiten_advantages=whitening).advantages.any()
 
 
 def test_with_a_discount_an_earlier_reward_is_a_signal() -> None:
-    """Equal scores of responses of 5, 3 and 1 tokens, and rewards that make up for the discount."""
+    """Equal scores of responses of different lengths are a signal; discounted to equal ones, they
+    are not."""
     same = torch.ones(3)
     made = _made("reinforce", rewards=Scores(same), vf_coef=0.0, gamma=0.5)
     wanted = [0.5**to_end for length in LENGTHS for to_end in range(length - 1, -1, -1)]
@@ -234,7 +234,7 @@ EMPTY_SECOND = random_batch([2, 0, 1, 1])
     ],
 )
 def test_an_empty_response_leaves_its_neighbors_rewards(kind: str, wanted: list[float]) -> None:
-    """Values are 0. In a group it counts with its reward."""
+    """In a group, an empty response counts with its reward. All values are 0."""
     options: dict[str, Any] = {"lam": 1.0} if kind.endswith("gae") else {}
     if kind in CRITIC_FREE:
         options["vf_coef"] = 0.0
@@ -323,7 +323,7 @@ def test_without_a_reference_there_is_no_kl_penalty() -> None:
 
 
 def test_an_exact_kl_replaces_the_estimate() -> None:
-    """Beside rewards within the responses, which it is added to."""
+    """Rewards within the responses are added to it."""
     kl, within = torch.linspace(0.1, 0.9, 9), torch.linspace(-1, 1, 9)
     rewards = Scores(SCORES, within, LENGTHS)
     estimates = _made(
@@ -340,7 +340,7 @@ def test_an_exact_kl_replaces_the_estimate() -> None:
 
 
 def test_equal_rewards_warn_once_per_iteration(tmp_path: Path) -> None:
-    """Whitening would make noise of it and the run would look stable."""
+    """After whitening, the run would look stable."""
     options: dict[str, Any] = {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 4}
     options |= {"whiten_advantages": False, "iterations": 1, "kl_coef": 0.0}
     trainer = make_trainer(
@@ -353,7 +353,7 @@ def test_equal_rewards_warn_once_per_iteration(tmp_path: Path) -> None:
 
 
 def test_the_exact_kl_in_the_reward(tmp_path: Path) -> None:
-    """The return of the first token is the score less β times the summed exact KL."""
+    """The return of the first token is the score minus β times the sum of the exact KL."""
     trainer = make_trainer(
         tmp_path, kl_estimator="full", kl_coef=0.4, lam=1.0, whiten_advantages=False
     )

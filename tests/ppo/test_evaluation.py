@@ -1,4 +1,4 @@
-"""Held-out evaluation: due when it is due, the same draws each time, and no trace in the run."""
+"""Held-out evaluations have the same random numbers each time, and do not change the run."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Lottery:
 def test_an_evaluation_does_not_change_the_random_state(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And is the same each time: of a policy that hardly moves, so is what it earns."""
+    """Its own random numbers are the same each time, and so are the rewards of a fixed policy."""
     (tmp_path / "chance.py").write_text(RANDOM)
     options: dict[str, Any] = {"iterations": 3, "learning_rate": 1e-12}
     if kind == "reward":
@@ -197,7 +197,7 @@ def test_a_failed_evaluation_of_a_run_that_stops_is_reported(
 
 
 def test_an_evaluation_records_the_first_responses(tmp_path: Path) -> None:
-    """Of the same prompts each time, and in parts as in one."""
+    """The prompts are the same each time, also if the evaluation has several parts."""
     options = {"eval_interval": 1, "rollout_batch_size": 6}
     trainer = _trainer(tmp_path, **options, iterations=2)
     trainer.train()

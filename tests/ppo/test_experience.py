@@ -11,6 +11,9 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, microbatches
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience, token_weights
+from fastppo.ppo.trained import Trained
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import Rollout
 from runs import tensors_of
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
@@ -34,6 +37,30 @@ def _experience(batch: Batch = BATCH) -> Experience:
     )
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_rollout_gives_scores_and_truncated_responses(masks: bool) -> None:
+    rollout = Rollout(RESPONSES, ["stop", "length", "stop"])
+    scores = Scores(torch.tensor([1.0, -2.0, 0.5]))
+    experience = Experience.of_rollout(BATCH, rollout, scores, masks=masks)
+    assert experience.scores is not None
+    assert experience.scores.tolist() == [1.0] * 3 + [-2.0] + [0.5] * 2
+    assert experience.truncated is not None
+    assert experience.truncated.tolist() == [False, True, False]
+    if masks:
+        assert experience.masked is not None
+        assert experience.masked.tolist() == experience.truncated.tolist()
+    else:
+        assert experience.masked is None
+
+
+def test_what_is_trained_reaches_every_microbatch() -> None:
+    trained = Trained(policy=False, has_signal=False)
+    experience = replace(_experience(), trained=trained, masked=torch.tensor([False, True, False]))
+    minibatches = experience.in_loss().minibatches(torch.arange(2), 2, "token-mean")
+    micros = [micro for part in minibatches for micro in part.microbatches(Limits(1))]
+    assert [micro.trained for micro in micros] == [trained, trained]
+
+
 def test_select_keeps_the_tokens_of_the_sequences() -> None:
     part = _experience().select(torch.tensor([2, 0]))
     assert part.old_logprobs.tolist() == [4, 5, 0, 1, 2]
@@ -47,7 +74,7 @@ def test_select_keeps_the_tokens_of_the_sequences() -> None:
 def test_minibatches_follow_the_given_order(
     count: int, response_mask: list[list[bool]] | None
 ) -> None:
-    """Each as if it had been selected and weighted by itself, on the memory of one copy."""
+    """Each is what `select` and `weighted` return, and all share the memory of one copy."""
     batch = Batch.of(PROMPTS, RESPONSES, response_mask=response_mask)
     experience = _experience(batch)
     order = torch.tensor([2, 0, 1])
@@ -77,7 +104,7 @@ def test_packed_weights_follow_the_aggregation(aggregation: str, expected: list[
 
 
 def test_weights_belong_to_the_minibatch() -> None:
-    """So the split into microbatches does not matter."""
+    """So their split into microbatches does not matter."""
     minibatch = _experience().weighted("seq-mean-token-mean")
     rows = microbatches(minibatch.batch.lengths, Limits(1))
     parts = {int(row): minibatch.select(row) for row in rows}
@@ -88,7 +115,7 @@ def test_weights_belong_to_the_minibatch() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(1), Limits(3)])
 def test_ranks_run_equally_many_microbatches(limits: Limits) -> None:
-    """A rank that has fewer runs a sequence without weight in place of the missing ones."""
+    """A rank with fewer microbatches runs a sequence without weight in place of the others."""
     minibatch = _experience().weighted("token-mean")
     by_rank = [[*minibatch.microbatches(limits, World(rank, 2))] for rank in (0, 1)]
     assert len(by_rank[0]) == len(by_rank[1])

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: the definition's or, with a penalty, the paper's, and the value's."""
+"""The loss of a microbatch equals the definition, and with objective=penalty the paper."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from runs import first_experience, make_trainer
 TEMPERATURE = 0.8
 
 WEIGHTS = torch.linspace(0.2, 2.0, 9)
-"""Importance weights of tokens that another distribution drew."""
+"""Importance weights of tokens from another distribution."""
 
 
 class Loss:
-    """The trainer's loss of nine tokens, and what it is made of.
+    """A trainer's loss of nine tokens, and its inputs.
 
-    Old logprobs are so near to the policy's that some ratios are clipped and some not.
+    The old logprobs are so close to the policy's that some ratios are clipped and some not.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Loss:
         ).weighted("token-mean")
 
     def exact(self, **keywords: Any) -> Tensor:
-        """The definition's loss under the keywords of `fastppo.ppo_loss`."""
+        """Return the definition's loss for keywords of `fastppo.ppo_loss`."""
         batch = self.micro.batch
         if keywords.get("kl_estimator") == "full":
             assert self.trainer.reference is not None
@@ -75,7 +75,7 @@ class Loss:
         ).loss
 
     def check(self, wanted: Tensor) -> None:
-        """Compares loss and gradient."""
+        """Compare loss and gradient."""
         loss, sums, _ = self.trainer.loss(self.micro, self.trainer.begin_iteration())
         torch.testing.assert_close(loss, wanted.float(), rtol=1e-5, atol=1e-6)
         assert sums.loss == loss
@@ -129,8 +129,7 @@ OF_RANGE = {"clip_ratio": (0.1, 0.3), "entropy_coef": 0.1}
 def test_the_loss_equals_the_definition(
     options: dict[str, Any], keywords: dict[str, Any], weights: Tensor | None, tmp_path: Path
 ) -> None:
-    """Of each objective that `fastppo.ppo_loss` has, with the KL and the entropy that the options
-    weigh."""
+    """For each objective of `fastppo.ppo_loss`, with the KL and the entropy of the options."""
     loss = Loss(tmp_path, weights, **options)
     wanted = loss.exact(**keywords)
     if keywords.get("objective") != "sapo":
@@ -157,7 +156,7 @@ def test_the_penalty_objective_follows_the_paper(weights: Tensor | None, tmp_pat
 
 
 def _value_loss(trainer: PPOTrainer, micro: Experience, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(The value loss, how many tokens were clipped), where the value function gives `values`."""
+    """Return (value loss, number of clipped tokens) for a value function that returns `values`."""
     trainer.model.value_function.read = lambda states: values
     sums = trainer.loss(micro, trainer.begin_iteration()).sums
     return sums.value_loss, sums.value_clipped
@@ -183,7 +182,7 @@ def test_value_clip_clips_and_counts(clip: float | None, tmp_path: Path) -> None
 
 
 def test_small_value_changes_are_not_counted_as_clipped(tmp_path: Path) -> None:
-    """V_old + (V − V_old) is V but for a rounding, which makes some errors larger."""
+    """V_old + (V − V_old) differs from V by rounding, and makes some errors larger."""
     trainer = make_trainer(tmp_path, value_head="gradient", value_clip=0.2)
     micro = first_experience(trainer).weighted("token-mean")
     old_values, values = 0.04 * torch.rand(2, len(micro.old_values)) - 0.02

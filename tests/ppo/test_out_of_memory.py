@@ -17,7 +17,7 @@ from runs import first_experience, first_prompts, make_trainer, tensors_of
 
 
 def _limit(model: nn.Module, room: int) -> list[int]:
-    """Gives a trunk's passes room for so many sequences; the sizes of those that come."""
+    """Let passes of the trunk fail above `room` sequences, and record the sizes of all passes."""
     sizes: list[int] = []
 
     def limited(module: Any, args: Any, output: Any) -> None:
@@ -38,11 +38,11 @@ def _sentences(trainer: PPOTrainer) -> list[str]:
 def _gradients(
     tmp_path: Path, room: int, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The gradients of an update on a device with room for so many sequences; what was said."""
+    """Return the gradients of an update with memory for `room` sequences, and the messages."""
     options = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
     trainer = make_trainer(tmp_path, **options)
     torch.manual_seed(5)
-    # Of microbatches of one size: what a pass rounds may depend on how many rows it is of.
+    # Both use this experience, because rounding depends on the size of a microbatch.
     experience = first_experience(make_trainer(tmp_path / "experience", microbatch_size=8))
     said = _sentences(trainer)
     _limit(trainer.model, room)
@@ -70,7 +70,7 @@ def test_later_steps_start_with_the_size_that_fits(tmp_path: Path) -> None:
 
 
 def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
-    """Before the update, and of an evaluation; the numbers are the same."""
+    """The passes before the update and of an evaluation give the same numbers."""
     experiences = []
     for name, size in (("halved", 8), ("small", 2)):
         trainer = make_trainer(tmp_path / name, microbatch_size=size, kl_coef=0.1)
@@ -86,7 +86,7 @@ def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
 
 
 def _tried(fitting: MicrobatchLimits, wanted: Limits, sequences: int, room: int) -> list[Limits]:
-    """The limits of the attempts at a pass, of which only so many sequences fit."""
+    """Return the limits of all attempts at a pass with memory for `room` sequences."""
     tried: list[Limits] = []
 
     def run(limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""Old logprobs: the sampler's where it computes what the learner does; else recomputed."""
+"""Old logprobs come from a sampler that computes the same weights; others are recomputed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from torch import nn
 
@@ -13,7 +14,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.policies import importance, mismatch, read_old_policy
+from fastppo.ppo.policies import importance, mismatch, read_old_policy, read_reference
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -30,14 +31,14 @@ def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
 def _read(
     trainer: PPOTrainer, rollout: Rollout, batch: Batch
 ) -> tuple[Experience, dict[str, float]]:
-    """The experience with the old policy's statistics, and the metrics of the mismatch."""
+    """Return the experience with the old policy's statistics, and the metrics of the mismatch."""
     experience = Experience.of_rollout(batch, rollout, Scores(torch.zeros(len(batch))), masks=False)
     plan = split(batch, trainer.config.limits())
     return read_old_policy(experience, rollout, plan, trainer.config, parts=trainer.parts)
 
 
 def _passes(trainer: PPOTrainer) -> list[int]:
-    """The sequences of each pass of the policy's trunk, from now on."""
+    """Record the number of sequences in each pass of the policy's trunk."""
     passes: list[int] = []
     words = trainer.model.causal_lm.get_input_embeddings()
     words.register_forward_hook(lambda module, args, output: passes.append(len(args[0])))
@@ -113,7 +114,7 @@ def test_sampler_logprobs_can_be_forced_under_bf16(tmp_path: Path) -> None:
 def test_missing_values_are_computed_by_the_value_function(
     options, passes_of_the_policy: list[int], tmp_path: Path
 ) -> None:
-    """And the logprobs the sampler's: with a critic the policy makes no pass."""
+    """The logprobs are the sampler's, so with a critic the policy makes no pass."""
     trainer = make_trainer(tmp_path, old_logprobs="sampler", **options)
     nn.init.normal_(trainer.model.value_function.head.weight)
     rollout, batch = _drawn(trainer)
@@ -130,7 +131,7 @@ def test_missing_values_are_computed_by_the_value_function(
 def test_sampler_logprobs_after_top_p_need_no_weights(
     tmp_path: Path,
 ) -> None:
-    """The loss's own ratio is to that."""
+    """The ratio in the loss is to the restricted distribution itself."""
     trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
     rollout, batch = _drawn(trainer)
     old, metrics = _read(trainer, replace(rollout, logprobs=None), batch)
@@ -166,6 +167,23 @@ def test_given_responses_are_recomputed_without_weights(tmp_path: Path) -> None:
     old, metrics = _read(trainer, Rollout(rollout.tokens, rollout.finish_reasons), batch)
     assert torch.equal(old.old_logprobs, trainer.model.evaluate(batch).logprobs)
     assert (old.importance_weights, metrics) == (None, {})
+
+
+def test_the_exact_kl_is_read_only_for_a_kl_in_the_reward(tmp_path: Path) -> None:
+    """A schedule may begin at 0."""
+    trainer = make_trainer(tmp_path, kl_estimator="full", reference=tiny.model(seed=1))
+    rollout, batch = _drawn(trainer)
+    experience, _ = _read(trainer, rollout, batch)
+    plan = split(batch, trainer.config.limits())
+    without, exact = (
+        read_reference(experience, trainer.reference, plan, trainer.config, kl_coef=kl_coef)
+        for kl_coef in (0.0, 0.1)
+    )
+    assert without.exact_kl is None
+    assert exact.exact_kl is not None
+    assert exact.exact_kl.min() > 0
+    torch.testing.assert_close(without.ref_logprobs, exact.ref_logprobs, rtol=1e-5, atol=1e-5)
+    assert read_reference(experience, None, plan, trainer.config, kl_coef=0.1) is experience
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a run remembers: a run that stopped and went on ends in the bits of one that never did."""
+"""A resumed run ends in the same bits as an uninterrupted one, because its state is saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = PPOConfig(
 
 
 def _used(config: PPOConfig) -> RunState:
-    """A state of which nothing is as it was at the start."""
+    """Return a state that differs from the initial one everywhere."""
     state = fresh_state(config)
     state.best_evaluation = 0.5
     state.successes = {3: "01", 0: "1"}
@@ -106,11 +106,11 @@ def _same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
 def _whole_and_resumed(
     tmp_path: Path, cut: int, iterations: int, **options: Any
 ) -> tuple[PPOTrainer, PPOTrainer]:
-    """The same run in one go, and in two with a new trainer for the second."""
+    """Train without interruption, and with a new trainer that resumes after `cut` iterations."""
     uninterrupted = make_trainer(tmp_path / "whole", iterations=iterations, **options)
     uninterrupted.train()
     make_trainer(tmp_path / "cut", iterations=cut, **options).train()
-    random.seed(99)  # whatever stands there is replaced
+    random.seed(99)  # the checkpoint replaces it
     resumed = make_trainer(tmp_path / "cut", iterations=iterations, resume=True, **options)
     resumed.train()
     return uninterrupted, resumed
@@ -138,9 +138,9 @@ def _whole_and_resumed(
     ids="-".join,
 )
 def test_a_resumed_run_ends_in_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    """A refreshed reference, a value function of its own, a running scale, a moving β, the fp32
-    masters of bf16 weights, the place in a pretraining text, the generator that an environment
-    draws from."""
+    """The cases cover a refreshed reference, a critic, a running scale, a controlled β, the fp32
+    masters of bf16 weights, the position in pretraining text and the random numbers of an
+    environment."""
     if "ptx_coef" in options:
         options = options | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl")}
     uninterrupted, resumed = _whole_and_resumed(tmp_path, 3, 5, checkpoint_interval=3, **options)
@@ -157,7 +157,7 @@ def test_an_existing_checkpoint_is_not_rewritten(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
-    """Rates, decay and β of the config, not those that the checkpoint was written under."""
+    """Rates, decay and β come from the config, not from the checkpoint."""
     _trainer(tmp_path, iterations=2).train()
     options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5}
     options |= {"kl_controller": "fixed", "lr_schedule": "constant"}

@@ -90,7 +90,7 @@ def test_step_trains_on_given_responses(tmp_path: Path) -> None:
 
 
 def _stepped(tmp_path: Path, name: str, *given: Any, **more: Any) -> tuple[Any, dict[str, float]]:
-    """The policy's and the value function's weights after a step, in one vector; its metrics."""
+    """Return all weights after a step, in one vector, and the metrics of the step."""
     options = {"prompts": None, "rewards": [], "kl_coef": 0.1, "entropy_coef": 0.01, "lam": 0.9}
     trainer = make_trainer(tmp_path / name, **options)
     torch.manual_seed(3)
@@ -99,7 +99,7 @@ def _stepped(tmp_path: Path, name: str, *given: Any, **more: Any) -> tuple[Any, 
 
 
 def test_a_gap_before_the_response_belongs_to_the_prompt(tmp_path: Path) -> None:
-    """The bits of a step on longer prompts."""
+    """The step has the bits of a step on longer prompts."""
     prompts, responses, scores = GIVEN
     gaps = [[20, 21], [22]]
     filled = [gap + response for gap, response in zip(gaps, responses, strict=True)]
@@ -112,7 +112,7 @@ def test_a_gap_before_the_response_belongs_to_the_prompt(tmp_path: Path) -> None
 
 
 def test_a_gap_after_the_response_changes_nothing(tmp_path: Path) -> None:
-    """It is fp32's rounding in rows of another width."""
+    """Only the rounding of fp32 differs, because the rows have another width."""
     prompts, responses, scores = GIVEN
     filled = [[7, 8, 1, 20, 21], [9, 1, 22]]
     masks = [[True] * 3 + [False] * 2, [True, True, False]]
@@ -126,8 +126,8 @@ def test_a_gap_after_the_response_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_given_old_logprobs_and_values_are_used(tmp_path: Path) -> None:
-    """They take the place of the pass that would make them, each by itself or both: with those of
-    the policy itself the step is the same."""
+    """Each replaces what a forward pass would compute. If they are what it would compute, the step
+    is the same."""
     trainer = make_trainer(tmp_path, prompts=None, rewards=[])
     own = trainer.model.evaluate_plan(split(Batch.of(*GIVEN[:2]), trainer.config.limits()))
     logprobs, values = own.logprobs.split([3, 2]), own.values.split([3, 2])

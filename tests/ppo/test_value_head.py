@@ -83,7 +83,7 @@ def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:
 
 
 def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:
-    """And within an update they come before those with the policy: its first value loss is less."""
+    """They come before the epochs of the policy, so the value loss of those starts lower."""
     losses = []
     for epochs in (1, 5):
         options = {"ppo_epochs": 1, "minibatches": 1, "critic_options": {"epochs": epochs}}

@@ -1,4 +1,4 @@
-"""The value head in closed form: what it solves, from which tokens, and where little is known."""
+"""The value head in closed form solves a ridge regression, from a few tokens or many."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from runs import ONE_STEP, first_experience, first_prompts, make_trainer
 
 
 def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Tensor:
-    """(w, bias) of min Σ weightᵢ (xᵢᵀw + bias − yᵢ)² + λ·scale·|w|², by the QR of all rows in fp64,
-    with the scale the mean over the entries of x of their Σ weightᵢ (x − x̄)²."""
+    """Return (w, bias) of min Σ weightᵢ (xᵢᵀw + bias − yᵢ)² + λ·scale·|w|², by a QR of all rows.
+
+    The scale is the mean of Σ weightᵢ (x − x̄)² over the entries of x."""
     mean = (weights[:, None] * x).sum(0) / weights.sum()
     scale = (weights[:, None] * (x - mean) ** 2).sum(0).mean()
     rows = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1) * weights.sqrt()[:, None]
@@ -36,7 +37,7 @@ def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Ten
 
 
 def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueRegression]:
-    """The head after so many updates on the same tokens."""
+    """Return the head and the regression after `times` updates on the same tokens."""
     head = nn.Linear(x.shape[1], 1)
     head.requires_grad_(False)
     regression = ValueRegression()
@@ -48,7 +49,7 @@ def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueReg
 
 
 def fitted_by(trainer: PPOTrainer) -> ValueRegression:
-    """The regression of a trainer with a value head in closed form."""
+    """Return the regression of a trainer with a value head in closed form."""
     assert isinstance(trainer.value_head, ClosedFormHead)
     return trainer.value_head.regression
 
@@ -81,8 +82,8 @@ def random_states(count: int = 40, width: int = 6) -> Tensor:
 def test_the_head_is_ridge_regression_over_all_batches(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of the returns to go, on the states that the loss has read, older batches by ρ less. The
-    states of the only epoch are those of the weights before the update."""
+    """It regresses Monte Carlo returns on the states of the loss. An older batch has ρ times the
+    weight. With a single epoch, the states are those of the weights before the update."""
     trainer = make_trainer(tmp_path, **ONE_STEP, **options)
     model = trainer.model
     states = []
@@ -108,7 +109,7 @@ def test_the_head_is_ridge_regression_over_all_batches(
 
 
 def test_complete_returns_are_rewards_to_go(tmp_path: Path) -> None:
-    """The KL's share of each token and the score of the last, whatever the values are."""
+    """They are the KL of each token and the score of the last one, and no values enter them."""
     trainer = make_trainer(tmp_path, kl_coef=0.1, lam=0.9, gamma=0.8)
     nn.init.normal_(trainer.model.value_function.head.weight)
     nn.init.normal_(trainer.model.causal_lm.lm_head.weight)  # away from the reference
@@ -135,7 +136,7 @@ def test_complete_returns_are_rewards_to_go(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [{}, {"early_stop_kl": 1e-4, "learning_rate": 3e-2}])
 def test_only_the_last_epoch_counts(stop: dict[str, Any], tmp_path: Path) -> None:
-    """Whichever is the last."""
+    """That is also so if an early stop decides which is the last."""
     trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3, **stop)
     batch = first_experience(trainer)
     metrics = trainer.update(batch, trainer.begin_iteration())
@@ -146,7 +147,7 @@ def test_only_the_last_epoch_counts(stop: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_the_ridge_is_chosen_by_prediction() -> None:
-    """Much of it where the states say nothing of the returns, little where they say all."""
+    """It is large if the states do not predict the returns, and small if they do."""
     states = random_states(80, 60)
     noise = torch.randn(2, 80, generator=torch.Generator().manual_seed(1))
     chosen = {}
@@ -162,7 +163,7 @@ def test_the_ridge_is_chosen_by_prediction() -> None:
 
 
 def test_a_small_first_batch_predicts_no_worse_than_the_mean() -> None:
-    """Where returns are noise. With tokens enough it begins with less of a ridge."""
+    """The returns are noise. With enough tokens, the first fit has a smaller ridge."""
     states = random_states(120, 60)
     returns = torch.randn(120, generator=torch.Generator().manual_seed(1))
     head, regression = fitted(states[:60], returns[:60])
@@ -208,7 +209,7 @@ def test_with_equal_states_the_value_is_the_mean(states: Tensor, returns: Tensor
 
 
 def test_fewer_tokens_than_dimensions_do_not_blow_up() -> None:
-    """As by the definition, though the covariance is singular."""
+    """The head is that of the definition, although the covariance is singular."""
     states = random_states(5, 64)
     returns = torch.tensor([1.0, -1.0, 2.0, 0.0, 3.0])
     head, regression = fitted(states, returns)
@@ -219,7 +220,7 @@ def test_fewer_tokens_than_dimensions_do_not_blow_up() -> None:
 
 
 def test_an_indefinite_covariance_gets_a_larger_ridge() -> None:
-    """As often as that takes: from 1e-4 to 1e-2, which outweighs the variance of -5e-3."""
+    """It grows from 1e-4 to 1e-2, which outweighs the variance of -5e-3."""
     covariance = torch.tensor([[2.005, 0.0], [0.0, -0.005]], dtype=torch.float64)
     products = torch.tensor([3.0, 0.1], dtype=torch.float64)
     moments = torch.zeros(4, 4, dtype=torch.float64)
@@ -247,7 +248,7 @@ def test_a_nonfinite_batch_is_ignored(bad: float) -> None:
 
 
 def test_step_fits_the_head_to_given_scores(tmp_path: Path) -> None:
-    """On the tokens that the policy wrote; values that are given are no returns."""
+    """It uses the tokens of the policy. Given values do not change the returns."""
     trainer = make_trainer(tmp_path, prompts=None, rewards=[], kl_coef=0.0)
     trainer.step(
         [[4, 5], [6]],

@@ -431,4 +431,4 @@ def test_a_resumed_run_samples_the_same_responses(tmp_path: Path) -> None:
         assert one["completion"] == other["completion"]
     for record in read_jsonl(Path(parts.config.output_dir) / "metrics.jsonl"):
         assert record["mismatch/worst"] < 1e-4
-    assert parts.state.optimizer_step == uninterrupted.state.optimizer_step
+    assert parts.step_control.optimizer_step == uninterrupted.step_control.optimizer_step
