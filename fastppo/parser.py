@@ -177,7 +177,7 @@ def add_options(parser: Parser, options: type[Options]) -> None:
             help = member.metadata["help"] + _default_text(defaults[member.name])
             if member.metadata["needs"]:
                 help += f" [needs {member.metadata['needs']}]"
-            keywords = _value_keywords(types[member.name])
+            keywords = _value_keywords(types[member.name], member.metadata["choices"])
             flag = group.add_argument(f"--{member.name}", help=help.replace("%", "%%"), **keywords)
             flags.append(flag)
         parser.sections[heading] = flags
@@ -192,10 +192,12 @@ def _default_text(value: Any) -> str:
     return f" (default: {str(value).lower() if isinstance(value, bool) else value})"
 
 
-def _value_keywords(hint: Any) -> dict[str, Any]:
+def _value_keywords(hint: Any, choices: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keywords of `add_argument` for an option of this type."""
     from fastppo.run.options import inner_type
 
+    if choices:
+        return {"choices": choices, "metavar": "|".join(choices)}
     hint, words = inner_type(hint)
     if get_origin(hint) is Mapping:
         return {"metavar": "YAML"}

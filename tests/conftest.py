@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
-from distributions import install_tree
 
 if TYPE_CHECKING:  # this imports transformers, which must follow the variable below
     from command_line import Folder, Run
@@ -19,8 +18,6 @@ if TYPE_CHECKING:  # this imports transformers, which must follow the variable b
 # No deadlines, and the same examples in every run.
 hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fastppo")
-
-install_tree()
 
 # The tensors are small: a second thread slows them down.
 torch.set_num_threads(1)

@@ -189,6 +189,10 @@ async def await_call(function: Callable[[], Any]) -> Any:
         raise
 
 
+class PluginError(RuntimeError):
+    """A function of the trainer's computation raised, such as an objective or an advantage."""
+
+
 def explaining(
     name: str,
     function: Callable[..., Any],
@@ -201,7 +205,7 @@ def explaining(
         is_passed: tells the exceptions that the trainer handles, which are raised as they are.
 
     Returns:
-        The function, which raises RuntimeError.
+        The function, which raises PluginError.
     """
 
     @functools.wraps(function)
@@ -211,7 +215,7 @@ def explaining(
         except Exception as error:
             if is_passed(error):
                 raise
-            raise RuntimeError(f"{name} raised {error!r}{place_of(error)}") from error
+            raise PluginError(f"{name} raised {error!r}{place_of(error)}") from error
 
     return explained
 

@@ -35,7 +35,7 @@ def load_functions(
         ValueError: one does not exist, or does not work on made-up numbers.
     """
     plugins = {}
-    for option in config.own_functions:
+    for option in config.user_functions:
         plugin = load_plugin(given.get(option, getattr(config, option)), option)
         if option not in ("optimizer", "rollout"):  # their makers explain errors
             name = f"{option} {name_and_place(plugin.function)}"

@@ -168,7 +168,7 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
         names.append("value_clip_fraction")
     if config.objective in UNCLIPPED:
         names += CLIP_METRICS
-    elif "objective" in config.own_functions:
+    elif "objective" in config.user_functions:
         names += CLIP_METRICS[1:]  # without a clip range, clip_fraction counts zero gradients
     return names
 

@@ -17,6 +17,7 @@ from transformers import set_seed
 
 from fastppo.data.prompts import Prompts
 from fastppo.models.device import device_name
+from fastppo.plugins.calling import PluginError
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.curriculum import Chosen, Curriculum
@@ -38,11 +39,16 @@ from fastppo.stopped import Stopped
 
 
 class Before(NamedTuple):
-    """What an iteration changes before its first optimizer step, as it was before."""
+    """The run before an iteration, without weights and optimizer."""
 
     random_state: Any
     state: dict[str, Any]
+    steps_taken: int
+    """Optimizer steps so far. After another one, the weights have changed."""
 
+
+KEEPING_WORK = (RolloutError, RewardError, PluginError)
+"""Errors of engines and users' code, before which a checkpoint is written."""
 
 INTERRUPTIBLE = ("score", "experience")
 """Phases that a run can stop before, because the iteration has not changed anything yet."""
@@ -165,10 +171,9 @@ class TrainingRun:
             log.failed(error)
             if self.state.iteration:
                 self.callbacks.run_ended(has_failed=True)
-            if isinstance(error, (RolloutError, RewardError)) and self.checkpoints.newest:
-                how_far = f"stopped{self.checkpoints.how_far()}"
-                kind = RolloutError if isinstance(error, RolloutError) else RewardError
-                raise kind(f"{error}; {how_far}") from error
+            if isinstance(error, KEEPING_WORK) and self.checkpoints.newest:
+                kind = next(kind for kind in KEEPING_WORK if isinstance(error, kind))
+                raise kind(f"{error}; stopped{self.checkpoints.how_far()}") from error
             raise
         finally:
             log.close()
@@ -187,7 +192,9 @@ class TrainingRun:
             self.callbacks.begin(first)
             while self.state.iteration < end and not self._is_over():
                 self.callbacks.tell("on_step_begin")
-                before = Before(random_state(), self.state.state_dict())
+                before = Before(
+                    random_state(), self.state.state_dict(), self.ppo.optimizer.steps_taken
+                )
                 try:
                     metrics = self.iteration(log)
                 except Exception as error:
@@ -218,9 +225,8 @@ class TrainingRun:
         """
         if isinstance(error, SkippedStepsError):
             log.metrics(self.state.iteration, error.metrics, [f"stopped: {error}"])
-        steps_before = before.state["step_control"]["optimizer_step"]
-        keeps = getattr(error, "keeps_work", False)
-        if not keeps or self.ppo.step_control.optimizer_step != steps_before:
+        keeps_work = isinstance(error, (PhaseEndedError, *KEEPING_WORK))
+        if not keeps_work or self.ppo.optimizer.steps_taken != before.steps_taken:
             return False
         restore_random_state(before.random_state)
         self.state.load_state_dict(before.state)

@@ -75,9 +75,6 @@ EXPECTED = (
 class RewardError(RuntimeError):
     """A reward or an environment raised, or returned something invalid."""
 
-    keeps_work = True
-    """Whether a run writes a checkpoint of the iterations before it ends."""
-
 
 class TermError(RewardError):
     """Error of one reward, at one row of the batch or, with None, at all of them."""

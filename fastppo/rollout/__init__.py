@@ -39,8 +39,6 @@ class RolloutError(RuntimeError):
     after the update, the iteration is kept.
     """
 
-    keeps_work = True
-
 
 @dataclass(slots=True, frozen=True)
 class Sampling:

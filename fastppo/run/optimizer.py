@@ -64,6 +64,8 @@ class Optimizer:
         self.masters = stepped
         self.weights = [weights[id(master)] for master in stepped]
         self.scaler = scaler or GradScaler("cpu", enabled=False)
+        self.steps_taken = 0
+        """Steps that have changed the weights since this object was made."""
         self.overflowed_steps = 0
         self._overflowed = False
         self._copies: list[Tensor] = []
@@ -136,6 +138,7 @@ class Optimizer:
         pairs = [(w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m]
         for weight, master in pairs:
             master.grad = weight.grad
+        self.steps_taken += 1
         self.inner.step()
         for weight, master in pairs:
             master.grad = None

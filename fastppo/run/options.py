@@ -22,7 +22,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -50,6 +50,7 @@ def option(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    choices: Collection[str] = (),
     needs: str = "",
 ) -> Any:
     """Define a field with help and bounds.
@@ -57,11 +58,17 @@ def option(
     `minimum` and `maximum` are allowed values, `above` is not. `maximum` needs one of the others.
 
     Args:
+        choices: the allowed values of a string that are known elsewhere; a `Literal` has its own.
         needs: condition without which the option has no effect, such as `lora_rank`, which must be
             on, `kl_controller=adaptive/penalty`, `learning_rate!=auto`, or several with `and`, and
             then `or`. `file.py:name` stands for any function of the user.
     """
-    metadata = {"help": help, "bounds": (minimum, above, maximum), "needs": needs}
+    metadata = {
+        "help": help,
+        "bounds": (minimum, above, maximum),
+        "choices": tuple(choices),
+        "needs": needs,
+    }
     default = tuple(default) if isinstance(default, list) else default
     return field(default=default, metadata=metadata)
 
@@ -201,8 +208,11 @@ def _in_order(cls: type) -> list[type]:
 
 
 def check_bounds(options: type[Options], name: str, value: Any) -> None:
-    """Raise ValueError if `value` is outside the bounds of the option `name`."""
-    minimum, above, maximum = options.__dataclass_fields__[name].metadata["bounds"]
+    """Raise ValueError if `value` is not among the choices or outside the bounds of an option."""
+    metadata = options.__dataclass_fields__[name].metadata
+    minimum, above, maximum = metadata["bounds"]
+    if metadata["choices"]:
+        scalars.choice(name, value, metadata["choices"])
     if isinstance(value, tuple):
         for item in value:
             check_bounds(options, name, item)

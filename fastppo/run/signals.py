@@ -29,8 +29,6 @@ Handler = Callable[[int, Any], None]
 class PhaseEndedError(Exception):
     """Raised to end an iteration before its update, because the run stops."""
 
-    keeps_work = True
-
 
 class StopRequest:
     """Requests by signals to stop or to write a checkpoint.

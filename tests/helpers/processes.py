@@ -8,10 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distributions import tree_metadata
-
 ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join([tree_metadata(), str(ROOT), str(ROOT / "kernels")])
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
 """PYTHONPATH of this tree."""
 
 FORKSERVER = multiprocessing.get_context("forkserver")

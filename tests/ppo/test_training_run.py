@@ -10,7 +10,9 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
+from torch import Tensor
 
+from fastppo.plugins.calling import PluginError
 from fastppo.ppo.state import RunStoppedError
 from fastppo.ppo.step_control import MOST_SKIPPED
 from fastppo.rewards.reward import RewardError
@@ -158,6 +160,44 @@ def test_a_failure_before_the_first_step_leaves_the_state_before_the_iteration(
     assert uninterrupted.state.state_dict() == resumed.state.state_dict()
     rewards = [[line["reward"] for line in records(run)] for run in (uninterrupted, resumed)]
     assert rewards[0] == rewards[1]
+
+
+@pytest.mark.parametrize("option", ["advantage", "objective"])
+def test_a_failing_function_of_the_user_keeps_the_iterations_before(
+    option: str, tmp_path: Path
+) -> None:
+    """It fails in the third iteration, before an optimizer step."""
+    fails = False
+
+    def advantage(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        return _fail_if(fails) or rewards - values
+
+    def objective(
+        logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> Tensor:
+        return _fail_if(fails) or -(logprobs - old_logprobs).exp() * advantages
+
+    def reward(prompts: list[Any], completions: list[str]) -> list[float]:
+        nonlocal fails
+        fails = failing.state.iteration == 2
+        return tiny.count_w7(prompts, completions)
+
+    function = {"advantage": advantage, "objective": objective}[option]
+    options: dict[str, Any] = {"iterations": 4, option: function}
+    uninterrupted = make_trainer(tmp_path / "whole", **options)
+    uninterrupted.train()
+    failing = make_trainer(tmp_path / "failing", **options, rewards=[reward])
+    with pytest.raises(PluginError, match=rf"{option} .*stopped after 2 of 4 iterations"):
+        failing.train()
+    fails = False
+    resumed = make_trainer(tmp_path / "failing", **options, resume="force")
+    resumed.train()
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
+
+
+def _fail_if(fails: bool) -> None:
+    if fails:
+        raise ValueError("it is gone")
 
 
 def test_a_failure_within_an_update_writes_no_checkpoint(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ class PPOConfig(
         return next((each.final for each in schedules if each.shape == "target"), None)
 
     @property
-    def own_functions(self) -> list[str]:
+    def user_functions(self) -> list[str]:
         """Options that name a user-defined function."""
         return [name for name in FUNCTIONS if ":" in getattr(self, name)]
 
@@ -318,7 +318,7 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             "of each prompt",
         ),
         (
-            config.dynamic_sampling and not (is_group or "advantage" in config.own_functions),
+            config.dynamic_sampling and not (is_group or "advantage" in config.user_functions),
             "dynamic_sampling is for advantages that compare responses to one prompt: rloo, "
             f"group, or a function, got advantage={advantage}",
         ),
@@ -343,7 +343,7 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             f"dual_clip must be none with objective={objective}, which has no clipped surrogate",
         ),
         (
-            "objective" in config.own_functions and full_kl_in_loss,
+            "objective" in config.user_functions and full_kl_in_loss,
             "kl_loss_estimator=full is fused with the built-in objectives: use another estimator "
             f"with objective={objective}",
         ),
@@ -396,7 +396,7 @@ def check_names(config: PPOConfig) -> None:
     """Raise ValueError for an option that names neither a built-in nor a function."""
     for option in FUNCTIONS:
         _, built_in = inner_type(PPOConfig.types()[option])
-        if option not in config.own_functions:
+        if option not in config.user_functions:
             choices = (*built_in, "file.py:name", "package.module:name")
             scalars.choice(option, getattr(config, option), choices)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fastppo.functional import scalars
+from fastppo.ppo.controllers import KL_CONTROLLERS
 from fastppo.run.options import Options, option
 
 SCHEDULED = (
@@ -147,17 +148,18 @@ class KLOptions(Options):
     kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
         "k1", "Estimator of the KL in the reward; full is exact", needs="kl_coef"
     )
-    kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
+    kl_controller: str = option(
         "fixed",
         "How β changes: fixed, adaptive (Ziegler et al. 2019), or penalty, which doubles and "
         "halves it (Schulman et al. 2017). β is constant during value_warmup_iterations",
+        choices=KL_CONTROLLERS,
         needs="kl_coef",
     )
     kl_target: float = option(
         6.0,
         "Target KL of the controller, in nats per sequence",
         above=0,
-        needs="kl_controller=adaptive/penalty",
+        needs="kl_controller!=fixed",
     )
     kl_loss_coef: float = option(
         0.0, "Weight of the KL to the reference in the loss, per nat", minimum=0

@@ -317,7 +317,7 @@ class Process:
         """
         config = self.config
         exact_kl = config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full"
-        is_function = config.objective == "penalty" or "objective" in config.own_functions
+        is_function = config.objective == "penalty" or "objective" in config.user_functions
         return 2 if exact_kl or is_function or config.precision == "fp16" else 1
 
     def loss_bytes(self, hidden: Tensor, *, buffers: int) -> int:

@@ -149,7 +149,7 @@ def odd_options(config: PPOConfig) -> list[str]:
             f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimizer "
             "steps and ends before its peak learning rate"
         )
-    needs_values = config.advantage not in CRITIC_FREE and "advantage" not in config.own_functions
+    needs_values = config.advantage not in CRITIC_FREE and "advantage" not in config.user_functions
     if needs_values and not config.fits_value_head and not config.is_used("vf_coef"):
         sentences.append(
             f"vf_coef=0: the value function that advantage={config.advantage} uses is not trained; "

@@ -50,14 +50,14 @@ class Given:
     """Functions or names of `objective`, `advantage` and `optimizer`; None for the config's."""
 
     @property
-    def own_functions(self) -> dict[str, Callable[..., Any]]:
+    def user_functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that are not named, by option."""
         return {name: value for name, value in self.functions.items() if callable(value)}
 
     def named_in(self, config: PPOConfig) -> PPOConfig:
         """Return the config with the names of the functions."""
         names = {name: value for name, value in self.functions.items() if value is not None}
-        for option, function in self.own_functions.items():
+        for option, function in self.user_functions.items():
             name = getattr(function, "__qualname__", type(function).__qualname__)
             names[option] = f"{function.__module__}:{name}"
         return replace(config, **names)
@@ -116,11 +116,11 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         rows = load_prompts(config.prompts, config.split)
     held_out_rows = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
     policy_context, context = read_contexts(config, given)
-    functions = load_functions(config, given.own_functions, has_ref=given.reference is not None)
+    functions = load_functions(config, given.user_functions, has_ref=given.reference is not None)
     if "rollout" in functions and given.engine is None:
         check_user_engine(config, functions["rollout"].function)
-    own_optimizer = functions.get("optimizer")
-    check_optimizer(config, None if own_optimizer is None else own_optimizer.function)
+    user_optimizer = functions.get("optimizer")
+    check_optimizer(config, None if user_optimizer is None else user_optimizer.function)
     tokenizer = given.tokenizer or load_tokenizer(config.model)
     if config.chat_template_kwargs:
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)

@@ -155,7 +155,7 @@ def test_every_contradiction_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kl_estimator": "k3", "kl_coef": 0}, "kl_coef"),
         ({"kl_controller": "adaptive", "kl_coef": 0}, "kl_coef"),
         ({"kl_loss_estimator": "k2"}, "kl_loss_coef"),
-        ({"kl_target": 2.0}, "kl_controller=adaptive/penalty"),
+        ({"kl_target": 2.0}, "kl_controller!=fixed"),
         ({"reference_refresh": 3, "kl_coef": 0}, "kl_coef or kl_loss_coef"),
         ({"ptx_data": "x"}, "ptx_coef"),
         ({"ptx_batch_size": 16}, "ptx_data"),
@@ -222,6 +222,7 @@ def test_what_an_option_needs_exists(options: type[Options]) -> None:
                 continue
             hint, words = inner_type(options.types()[name.removesuffix("!")])
             allowed = {*words, *(get_args(hint) if get_origin(hint) is Literal else ())}
+            allowed |= {*options.__dataclass_fields__[name.removesuffix("!")].metadata["choices"]}
             assert {*filter(None, values.split("/"))} <= allowed | {"none", "file.py:name"}
 
 
