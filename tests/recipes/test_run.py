@@ -127,6 +127,8 @@ def test_a_recipe_trains_and_writes_a_report(name: str, tmp_path: Path, capsys) 
     assert len(lines) == 2
     if name in ("calculator", "smollm2-tools"):
         assert "turns" in lines[0]
+    if name == "calculator":
+        assert "eval/reward" in lines[-1]
 
 
 def test_fastppo_train_repeats_and_resumes_the_run_of_a_recipe(tmp_path: Path, capsys) -> None:
