@@ -110,12 +110,12 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         RewardError: a reward or the environment fails on the first prompt with a made-up response.
     """
     world = world or World()
-    check_packages(config)
     rows = given.prompts
     if rows is None and config.prompts:
         rows = load_prompts(config.prompts, config.split)
     held_out_rows = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
     policy_context, context = read_contexts(config, given)
+    check_packages(config)
     functions = load_functions(config, given.user_functions, has_ref=given.reference is not None)
     if "rollout" in functions and given.engine is None:
         check_user_engine(config, functions["rollout"].function)
