@@ -97,7 +97,7 @@ class PPO:
         self.limits = MicrobatchLimits(reporter.say, parts.world.size)
         self.step_control = make_step_control(config, parts.optimizer, reporter.warn)
         self.state = RunState.of(config, self.step_control)
-        self.dynamic_sampling = make_dynamic_sampling(config)
+        self.draw = make_dynamic_sampling(config)
         self.value_head = make_value_head(config, parts, self.limits)
         self.pretraining = make_pretraining(config, parts, self.state)
         objective = parts.functions.get("objective")
@@ -130,7 +130,7 @@ class PPO:
             with timer("score"):
                 return Responses(prompts, rollout, self.score(prompts, rollout, coefficients))
 
-        responses, drawn = self.dynamic_sampling(prompts, respond, more_prompts)
+        responses, drawn = self.draw(prompts, respond, more_prompts)
         prompts, rollout, scores = responses
         with timer("experience"):
             experience, metrics = self.make_experience(
@@ -138,7 +138,7 @@ class PPO:
             )
         with timer("update"), self.engine_released():
             metrics |= self.update(experience, coefficients)
-        self.state.coefficients.update(metrics, len(experience), experience.trained)
+        self.state.coefficient_control.update(metrics, len(experience), experience.trained)
 
         metrics |= response_metrics(scores, rollout, metrics, self.config.samples_per_prompt)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
@@ -183,7 +183,7 @@ class PPO:
             scores,
             config,
             coefficients,
-            score_scale=state.usual_scores,
+            usual_scores=state.usual_scores,
             function=self.parts.functions.get("advantage"),
         )
         metrics = experience_metrics(experience, config) | metrics | mismatch
@@ -194,7 +194,8 @@ class PPO:
     def update(self, experience: Experience, coefficients: Coefficients) -> dict[str, float]:
         """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
 
-        If all rewards are equal, only the value function is trained. Masked responses are excluded.
+        `experience.trained` says what is trained. Masked responses are excluded. The step control
+        may end the update early, or undo it.
         """
         config = self.config
         experience = experience.in_loss()
@@ -208,13 +209,13 @@ class PPO:
             for minibatch in experience.minibatches(order, config.minibatches, config.aggregation):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
-                if self.step_control.is_undone:
+                if self.step_control.is_too_far:
                     break
             if self.step_control.is_done:
                 break
         metrics = meter.metrics(config, coefficients) | coefficients.metrics
         metrics |= self.step_control.end_update(metrics)
-        if not self.step_control.is_undone:
+        if not self.step_control.is_too_far:
             self.value_head.fit()
         return metrics | self.value_head.metrics
 
@@ -274,7 +275,7 @@ class PPO:
         interval = self.config.reference_refresh
         if self.reference is not None and interval and iteration and iteration % interval == 0:
             self.reference.refresh()
-        return self.state.coefficients.at(iteration)
+        return self.state.coefficient_control.at(iteration)
 
     def score(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fastppo.ppo.controllers import KL_CONTROLLERS, EntropyControl, FixedKL, PenaltyKL
+from fastppo.ppo.controllers import KL_CONTROLLERS, EntropyControl, KLController, PenaltyKL
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.update import Schedule
 from fastppo.ppo.trained import Trained
@@ -71,7 +71,7 @@ class CoefficientControl:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.schedules = [Schedule.parse(text) for text in config.schedules]
-        self.controllers: dict[str, FixedKL | EntropyControl] = {}
+        self.controllers: dict[str, KLController | EntropyControl] = {}
         if config.kl_controller != "fixed":
             make = KL_CONTROLLERS[config.kl_controller]
             self.controllers["kl_coef"] = make(config.kl_coef, config.kl_target)

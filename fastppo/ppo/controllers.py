@@ -8,15 +8,20 @@ A controller has the coefficient of the next iteration (`coef`) and adapts it to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(slots=True)
-class FixedKL:
-    """Constant β, or the β of a schedule."""
+class KLController:
+    """Base of the controllers of β. It keeps β constant."""
+
+    summary: ClassVar[str]
+    """What it does, for the help of `kl_controller`."""
 
     coef: float
+    """β of the next iteration."""
     target: float = 0.0
+    """KL to aim at, in the unit of the measured KL."""
 
     def update(self, kl: float, sequences: int) -> None:
         """Adapt β to an iteration.
@@ -28,37 +33,33 @@ class FixedKL:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. A constant β follows from its options."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-
-
-@dataclass(slots=True)
-class PenaltyKL(FixedKL):
-    """β·2 if KL > 1.5·target, β/2 if KL < target/1.5. Source: Schulman et al. 2017, section 4."""
-
-    def update(self, kl: float, sequences: int) -> None:
-        if kl > 1.5 * self.target:
-            self.coef *= 2
-        elif kl < self.target / 1.5:
-            self.coef /= 2
-
-    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs as JSON; the target comes from its options."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.coef = state.get("coef", self.coef)
 
 
 @dataclass(slots=True)
-class AdaptiveKL(PenaltyKL):
+class FixedKL(KLController):
+    """Constant β, or the β of a schedule. It follows from the options, so it has no state."""
+
+    summary = "constant, or scheduled"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the β of the options."""
+
+
+@dataclass(slots=True)
+class AdaptiveKL(KLController):
     """β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·min(1, n/horizon)).
 
     Source: Ziegler et al. 2019, section 2.2. The paper has n much smaller than the horizon; without
     the minimum, β would turn negative above five horizons.
     """
+
+    summary = "in proportion to the error (Ziegler et al. 2019)"
 
     horizon: float = 10_000.0
     """Sequences over which a constant error of 20 % changes β by 20 %."""
@@ -68,7 +69,24 @@ class AdaptiveKL(PenaltyKL):
         self.coef *= 1 + error * min(1.0, sequences / self.horizon)
 
 
-KL_CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL, "penalty": PenaltyKL}
+@dataclass(slots=True)
+class PenaltyKL(KLController):
+    """β·2 if KL > 1.5·target, β/2 if KL < target/1.5. Source: Schulman et al. 2017, section 4."""
+
+    summary = "doubled or halved (Schulman et al. 2017)"
+
+    def update(self, kl: float, sequences: int) -> None:
+        if kl > 1.5 * self.target:
+            self.coef *= 2
+        elif kl < self.target / 1.5:
+            self.coef /= 2
+
+
+KL_CONTROLLERS: dict[str, type[KLController]] = {
+    "fixed": FixedKL,
+    "adaptive": AdaptiveKL,
+    "penalty": PenaltyKL,
+}
 """Controllers of the KL to the reference, by the name of `kl_controller`. Each is called with β and
 the target, nats per sequence."""
 

@@ -58,7 +58,7 @@ SCALE_BATCHES = 10
 
 
 @dataclass(slots=True)
-class ScoreScale:
+class UsualScores:
     """The usual standard deviation of a run's scores, robust against single batches."""
 
     recent: list[float] = field(default_factory=list)
@@ -90,13 +90,13 @@ def estimate_advantages(
     config: PPOConfig,
     coefficients: Coefficients,
     *,
-    score_scale: ScoreScale | None = None,
+    usual_scores: UsualScores | None = None,
     function: Callable[..., Any] | None = None,
 ) -> Experience:
     """Fill in the advantages and returns of packed responses, and what they train.
 
     Advantages are 0 if all responses have about the same discounted score, or if they are only
-    rounding errors. Whitening divides by at least `score_scale.floor`: it would amplify errors of
+    rounding errors. Whitening divides by at least `usual_scores.floor`: it would amplify errors of
     the value function otherwise. Advantages of a user's function are only compared with rounding
     errors, because their source and unit are unknown. With truncated=mask, truncated responses
     have advantages of 0 and count only in the baselines of `rloo` and `group`.
@@ -105,7 +105,7 @@ def estimate_advantages(
         experience: has the statistics of the policies.
         scores: rewards at the last tokens and within the responses.
         coefficients: with β of the KL in the reward.
-        score_scale: of the batches before; this batch is added. Default: a first batch.
+        usual_scores: of the batches before; this batch is added. Default: a first batch.
         function: the user's advantage; see `user_advantages`.
     """
     kl_coef = coefficients.kl_coef
@@ -133,7 +133,7 @@ def estimate_advantages(
             spread = learned.sum()
             totals = None
     advantages = torch.zeros_like(estimates.advantages)
-    advantages[in_loss] = _with_signal(learned, spread, totals, config, score_scale)
+    advantages[in_loss] = _with_signal(learned, spread, totals, config, usual_scores)
     return replace(
         experience,
         advantages=advantages,
@@ -234,14 +234,14 @@ def _with_signal(
     spread: Tensor,
     totals: Tensor | None,
     config: PPOConfig,
-    score_scale: ScoreScale | None,
+    usual_scores: UsualScores | None,
 ) -> Tensor:
     """Return the advantages [n], scaled by the floor, 0 without a signal.
 
     Args:
         spread: standard deviation before whitening, 0-d.
         totals: discounted scores of the responses, reward units; None if they are not the signal.
-        score_scale: see `estimate_advantages`.
+        usual_scores: see `estimate_advantages`.
     """
     if config.whiten_advantages:
         size = spread
@@ -251,15 +251,15 @@ def _with_signal(
     advantages = torch.where(size <= ROUNDING, 0.0, advantages)
     if totals is None:
         return advantages
-    score_scale = score_scale or ScoreScale()
-    floor = score_scale.floor
+    usual_scores = usual_scores or UsualScores()
+    floor = usual_scores.floor
     if config.whiten_advantages and floor > 0:
         advantages = advantages * (size / floor).clamp(max=1)
     deviation = totals.std(correction=0).item()
     if len(totals) > 1 and deviation <= max(floor, ROUNDING):
         advantages = 0.0 * advantages
     if deviation > ROUNDING and math.isfinite(deviation):
-        score_scale.add(deviation)
+        usual_scores.add(deviation)
     return advantages
 
 

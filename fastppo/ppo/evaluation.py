@@ -72,7 +72,7 @@ def evaluate_policy(
         texts; `scores`; `rollout`.
     """
     config = ppo.config
-    coefficients = ppo.state.coefficients.at(ppo.state.iteration)
+    coefficients = ppo.state.coefficient_control.at(ppo.state.iteration)
     with (
         random_state_restored((config.seed + first) % 2**32),
         explain_out_of_memory("evaluation", config),

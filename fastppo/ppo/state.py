@@ -14,7 +14,7 @@ from typing import Any
 
 from fastppo.functional.scalars import counted
 from fastppo.ppo.coefficients import CoefficientControl
-from fastppo.ppo.estimators import ScoreScale
+from fastppo.ppo.estimators import UsualScores
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.run import WARNINGS
 from fastppo.ppo.step_control import StepControl
@@ -32,11 +32,11 @@ class RunStoppedError(RuntimeError):
 class RunState:
     """Counters and controllers of a run."""
 
-    coefficients: CoefficientControl
+    coefficient_control: CoefficientControl
     step_control: StepControl
     watch: Watch
     score_scale: RunningScale = field(default_factory=RunningScale)
-    usual_scores: ScoreScale = field(default_factory=ScoreScale)
+    usual_scores: UsualScores = field(default_factory=UsualScores)
     iteration: int = 0
     prompts_seen: int = 0
     ptx_seen: int = 0
@@ -78,7 +78,7 @@ class RunState:
         """Return the state as JSON."""
         return {
             **{name: getattr(self, name) for name in COUNTERS},
-            "coefficients": self.coefficients.state_dict(),
+            "coefficient_control": self.coefficient_control.state_dict(),
             "step_control": self.step_control.state_dict(),
             "score_scale": asdict(self.score_scale),
             "usual_scores": asdict(self.usual_scores),
@@ -91,10 +91,10 @@ class RunState:
         """Restore what `state_dict` returned."""
         for name in COUNTERS:
             setattr(self, name, state[name])
-        self.coefficients.load_state_dict(state["coefficients"])
+        self.coefficient_control.load_state_dict(state["coefficient_control"])
         self.step_control.load_state_dict(state["step_control"])
         self.score_scale = RunningScale(**state["score_scale"])
-        self.usual_scores = ScoreScale(**state["usual_scores"])
+        self.usual_scores = UsualScores(**state["usual_scores"])
         self.best_evaluation = state["best_evaluation"]
         self.successes = dict(state["successes"])
         self.watch.load_state_dict(state["watch"])

@@ -154,10 +154,10 @@ class StepControl:
     @property
     def is_done(self) -> bool:
         """Whether the update ends after this epoch, although others are left."""
-        return self.is_undone or self.exceeds_limit
+        return self.is_too_far or self.exceeds_limit
 
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """End an update and return its metrics of the steps.
+        """End an update, undo it if it went too far, and return its metrics of the steps.
 
         Args:
             metrics: of the update's loss.
@@ -183,7 +183,7 @@ class StepControl:
     rate: float | None = None
     """The learning rate, or None if it follows from the options."""
 
-    is_undone = False
+    is_too_far = False
     """Whether the policy has moved too far, so that the update is undone."""
 
     def may_step(self, policy_kl: float) -> bool:
@@ -231,20 +231,20 @@ class AutoStepControl(StepControl):
     def may_step(self, policy_kl: float) -> bool:
         if self.trained.by_reward:
             self.adaptive.before_step(policy_kl)
-        if self.is_undone:
+        if self.is_too_far:
             self.warn(
                 f"approx_kl = {policy_kl:.3g} after an optimizer step, above {TOO_FAR:g} times "
                 "target_kl: the update was undone and the learning rate lowered",
                 f"iteration {self.coefficients.iteration + 1}: ",
             )
-        return not self.is_undone
+        return not self.is_too_far
 
     def step_taken(self) -> None:
         self.adaptive.step_taken()
 
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         ended = super().end_update(metrics) | self.adaptive.metrics
-        if self.is_undone:
+        if self.is_too_far:
             self.optimizer.restore_weights()
         self.adaptive.end_update(metrics["entropy"])
         if self.adaptive.is_stuck:
@@ -260,7 +260,7 @@ class AutoStepControl(StepControl):
         return self.adaptive.rate
 
     @property
-    def is_undone(self) -> bool:  # type: ignore[override]
+    def is_too_far(self) -> bool:  # type: ignore[override]
         return self.adaptive.is_too_far
 
     def state_dict(self) -> dict[str, Any]:

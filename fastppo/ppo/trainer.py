@@ -181,7 +181,7 @@ class PPOTrainer(PPO):
         )
         with self.engine_released():
             metrics |= self.update(experience, coefficients)
-        self.state.coefficients.update(metrics, len(experience), experience.trained)
+        self.state.coefficient_control.update(metrics, len(experience), experience.trained)
         metrics["reward"] = given.scores.total.mean().item()
         metrics |= rollout_health(given.rollout.generated_tokens, given.scores.total)
         self.reporter.watch(self.state, metrics)

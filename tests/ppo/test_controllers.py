@@ -58,7 +58,9 @@ def test_the_penalty_coefficient_doubles_or_halves(
     trainer = make_trainer(tmp_path, objective="penalty", learning_rate=rate, iterations=1)
     metrics = trainer.train()
     assert metrics["policy_kl_coef"] == 1.0
-    assert trainer.state.coefficients.controllers["policy_kl_coef"].coef == pytest.approx(factor)
+    assert trainer.state.coefficient_control.controllers["policy_kl_coef"].coef == pytest.approx(
+        factor
+    )
 
 
 def test_the_entropy_coefficient_follows_the_rule_of_trl() -> None:

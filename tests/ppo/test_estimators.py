@@ -14,7 +14,7 @@ from fastppo import gae
 from fastppo.data.batch import Batch
 from fastppo.models.policy import BatchEvaluation
 from fastppo.ppo.coefficients import CoefficientControl
-from fastppo.ppo.estimators import ScoreScale, estimate_advantages
+from fastppo.ppo.estimators import UsualScores, estimate_advantages
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.rewards.scorer import Scores
@@ -91,7 +91,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
     """Estimate the advantages of two responses to each of two prompts."""
     ref = options.pop("ref", None)
     cut = options.pop("cut", [False] * 4)
-    score_scale = options.pop("score_scale", None)
+    usual_scores = options.pop("usual_scores", None)
     config = PPOConfig(
         advantage=kind,
         **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": False, **options},
@@ -101,7 +101,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         Scores(scores),
         config,
         CoefficientControl(config).at(0),
-        score_scale=score_scale,
+        usual_scores=usual_scores,
     )
 
 
@@ -186,7 +186,7 @@ def test_with_a_discount_an_earlier_reward_is_a_signal() -> None:
 
 
 def test_one_outlier_does_not_hide_the_signal() -> None:
-    scale = ScoreScale()
+    scale = UsualScores()
     for deviation in (300.0, 0.3, 0.3):
         scale.add(deviation)
     assert scale.floor == pytest.approx(0.03)
@@ -197,9 +197,9 @@ def test_one_outlier_does_not_hide_the_signal() -> None:
 
 
 def test_scores_that_vary_much_less_than_usual_are_no_signal() -> None:
-    scale = ScoreScale()
+    scale = UsualScores()
     scale.add(100.0)
-    made = _of_groups("reinforce", whiten_advantages=True, score_scale=scale)
+    made = _of_groups("reinforce", whiten_advantages=True, usual_scores=scale)
     assert not made.advantages.any()
     assert scale.recent == [100.0, pytest.approx(GROUPED_SCORES.std(correction=0).item())]
 

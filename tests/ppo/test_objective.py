@@ -141,7 +141,7 @@ def test_the_loss_equals_the_definition(
 def test_the_penalty_objective_follows_the_paper(weights: Tensor | None, tmp_path: Path) -> None:
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
     loss = Loss(tmp_path, weights, objective="penalty", entropy_coef=0.1)
-    loss.trainer.state.coefficients.controllers["policy_kl_coef"].coef = 0.7
+    loss.trainer.state.coefficient_control.controllers["policy_kl_coef"].coef = 0.7
     log_p = draws.log_softmax(loss.logits, temperature=TEMPERATURE)
     logprobs = log_p.gather(1, loss.micro.batch.response_tokens[:, None])[:, 0]
     ratio = (logprobs - loss.micro.old_logprobs).exp()
@@ -204,7 +204,7 @@ def test_the_logged_penalty_loss_follows_the_paper(tmp_path: Path) -> None:
         minibatches=1,
         whiten_advantages=False,
     )
-    trainer.state.coefficients.controllers["policy_kl_coef"].coef = 50.0
+    trainer.state.coefficient_control.controllers["policy_kl_coef"].coef = 50.0
     experience = first_experience(trainer)
     metrics = trainer.update(experience, trainer.begin_iteration())
     mean = -experience.advantages.mean().item()  # on-policy, so the ratio is 1 and the KL 0

@@ -255,7 +255,7 @@ def test_no_forward_pass_is_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_update_that_goes_too_far_is_undone(dtype: str, tmp_path: Path) -> None:
+def test_an_update_that_goes_too_far_is_too_far(dtype: str, tmp_path: Path) -> None:
     options = {"learning_rate": "auto", "step_kl": 1e-3, "param_dtype": dtype, "model_dtype": dtype}
     trainer = make_trainer(tmp_path, **{**LEARNING, **options})
     for _ in range(2):

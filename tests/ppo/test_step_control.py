@@ -180,7 +180,7 @@ def test_objective_penalty_reports_the_mean_kl_of_the_last_epoch() -> None:
 # ------------------------------------------------------------------------- a step that goes too far
 
 
-def test_a_step_that_goes_too_far_is_undone_and_ends_the_update() -> None:
+def test_a_step_that_goes_too_far_is_too_far_and_ends_the_update() -> None:
     update = Update(learning_rate="auto", ppo_epochs=4, step_kl=0.01)
     rate = 1e-2
     assert isinstance(update.control, AutoStepControl)
@@ -190,7 +190,7 @@ def test_a_step_that_goes_too_far_is_undone_and_ends_the_update() -> None:
     assert update.weight.item() != 0
     metrics = update.step(1.0, kl=1.0)
     assert "learning_rate" not in metrics, "no step was taken"
-    assert update.control.is_undone
+    assert update.control.is_too_far
     assert update.control.is_done
     (sentence,) = update.said
     assert "approx_kl" in sentence

@@ -15,8 +15,9 @@ class RewardOptions(Options):
 
     rewards: Sequence[str] = option(
         [],
-        "Required, except with a reference_model as a teacher. Each is file.py:function, "
-        "module:function, a sequence-classification model, or an https:// URL",
+        "Required, except with an environment or with a reference_model as a teacher. Each is "
+        "file.py:function, module:function, package:name, a sequence-classification model, or an "
+        "https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
         None, "Weight of each reward, and last of the ensemble; default: 1 each"

@@ -150,8 +150,9 @@ class KLOptions(Options):
     )
     kl_controller: str = option(
         "fixed",
-        "How β changes: fixed, adaptive (Ziegler et al. 2019), or penalty, which doubles and "
-        "halves it (Schulman et al. 2017). β is constant during value_warmup_iterations",
+        "How β changes. "
+        + "; ".join(f"{name}: {control.summary}" for name, control in KL_CONTROLLERS.items())
+        + ". β is constant during value_warmup_iterations",
         choices=KL_CONTROLLERS,
         needs="kl_coef",
     )
