@@ -29,7 +29,12 @@ from fastppo.ppo.step_control import SkippedStepsError
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import RolloutError
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.checkpoint import iteration_of, random_state, restore_random_state
+from fastppo.run.checkpoint import (
+    CheckpointError,
+    iteration_of,
+    random_state,
+    restore_random_state,
+)
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.log import SharedLog, read_jsonl
@@ -47,8 +52,11 @@ class Before(NamedTuple):
     """Optimizer steps so far. After another one, the weights have changed."""
 
 
-KEEPING_WORK = (RolloutError, RewardError, PluginError)
-"""Errors of engines and users' code, before which a checkpoint is written."""
+ON_ALL_RANKS = (PhaseEndedError, RolloutError, RewardError)
+"""Errors that every rank raises together, so that the ranks can write a checkpoint."""
+
+WITH_RESUME = (RolloutError, RewardError, PluginError)
+"""Errors whose message says how to resume."""
 
 INTERRUPTIBLE = ("score", "experience")
 """Phases that a run can stop before, because the iteration has not changed anything yet."""
@@ -78,7 +86,7 @@ class TrainingRun:
         self.stop_request = StopRequest(self.world)
         self.out_of_prompts = ""
         """Why no prompts are left; empty while there are some."""
-        self.evaluation_error: RolloutError | RewardError | None = None
+        self.evaluation_error: Exception | None = None
         """Error of the evaluation after the last update; the update is kept."""
 
     def run(self) -> dict[str, float]:
@@ -171,8 +179,8 @@ class TrainingRun:
             log.failed(error)
             if self.state.iteration:
                 self.callbacks.run_ended(has_failed=True)
-            if isinstance(error, KEEPING_WORK) and self.checkpoints.newest:
-                kind = next(kind for kind in KEEPING_WORK if isinstance(error, kind))
+            if isinstance(error, WITH_RESUME) and self.checkpoints.newest:
+                kind = next(kind for kind in WITH_RESUME if isinstance(error, kind))
                 raise kind(f"{error}; stopped{self.checkpoints.how_far()}") from error
             raise
         finally:
@@ -225,8 +233,7 @@ class TrainingRun:
         """
         if isinstance(error, SkippedStepsError):
             log.metrics(self.state.iteration, error.metrics, [f"stopped: {error}"])
-        keeps_work = isinstance(error, (PhaseEndedError, *KEEPING_WORK))
-        if not keeps_work or self.ppo.optimizer.steps_taken != before.steps_taken:
+        if self.ppo.optimizer.steps_taken != before.steps_taken or not self._is_shared(error):
             return False
         restore_random_state(before.random_state)
         self.state.load_state_dict(before.state)
@@ -237,8 +244,17 @@ class TrainingRun:
             return True  # Ctrl-C in a terminal also ends the processes of a reward
         # A run whose first rewards fail has nothing to keep.
         if self.state.iteration or isinstance(error, RolloutError):
-            self.checkpoints.finish()
+            try:
+                self.checkpoints.finish()
+            except CheckpointError:
+                if isinstance(error, ON_ALL_RANKS):
+                    raise
+                # The error of the iteration matters more.
         return False
+
+    def _is_shared(self, error: Exception) -> bool:
+        """Whether every rank has met an error, so that none waits for the others in vain."""
+        return self.world.size == 1 or isinstance(error, ON_ALL_RANKS)
 
     def _why_ended(self) -> str:
         """Return why the run ended before its last iteration."""
@@ -285,7 +301,9 @@ class TrainingRun:
         requested = self.callbacks.take("should_evaluate")
         try:
             metrics |= self.evaluation.after_update(log, requested=requested)
-        except (RolloutError, RewardError) as error:
+        except Exception as error:
+            if not self._is_shared(error):
+                raise
             self.evaluation_error = error
 
         number = self.state.iteration

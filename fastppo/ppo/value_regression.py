@@ -17,8 +17,9 @@ independent rows, would shrink too little. With u = (w, bias, −1) the squared 
 uᵀ(ZᵀZ)u, so no states are kept.
 
 The states are those of the update's last epoch; the loss has them anyway. M is fp64 on the device:
-8(H + 2)² bytes, and the same again for the current batch. A batch costs 2N(H + 2)² FLOP, and an
-update len(RIDGES) Cholesky decompositions of H³/3 FLOP.
+8(H + 2)² bytes, and the same again for the current batch, and for the batch before a minibatch that
+may have to be repeated. A batch costs 2N(H + 2)² FLOP, and an update len(RIDGES) Cholesky
+decompositions of H³/3 FLOP.
 
 POISE (arXiv:2605.07579) also trains a value probe on the actor's hidden states.
 """

@@ -114,7 +114,7 @@ class Callbacks:
         self.world = world or World()
         self.parts = parts
         default = [entry_points.load(entry_points.CALLBACKS, name) for name in DEFAULT]
-        self.callbacks = [self._instance(callback) for callback in [*callbacks, *default]]
+        self.callbacks = [self._instance(callback) for callback in [*default, *callbacks]]
         self.args = Arguments(config, self.world, project=PROJECT)
         self.control = TrainerControl()
         self.state = TrainerState(max_steps=config.iterations)

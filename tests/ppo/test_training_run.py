@@ -16,9 +16,10 @@ from fastppo.plugins.calling import PluginError
 from fastppo.ppo.state import RunStoppedError
 from fastppo.ppo.step_control import MOST_SKIPPED
 from fastppo.rewards.reward import RewardError
+from fastppo.rollout import Rollout, Sampling
 from fastppo.run.log import read_jsonl
 from fastppo.run.report.report import write_report
-from runs import make_trainer, records, weights_of
+from runs import Watched, make_trainer, records, weights_of
 
 
 def test_the_run_directory_has_its_records(tmp_path: Path) -> None:
@@ -160,6 +161,41 @@ def test_a_failure_before_the_first_step_leaves_the_state_before_the_iteration(
     assert uninterrupted.state.state_dict() == resumed.state.state_dict()
     rewards = [[line["reward"] for line in records(run)] for run in (uninterrupted, resumed)]
     assert rewards[0] == rewards[1]
+
+
+class Gone(Watched):
+    """A user's engine that raises an error of its own in the third iteration."""
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        self.look()
+        return self.engine.generate(prompt_ids, sampling)
+
+
+def test_an_error_of_an_engine_or_a_wrong_result_keeps_the_iterations_before(
+    tmp_path: Path,
+) -> None:
+    """Nothing has changed since, whatever the error is."""
+
+    def gone() -> None:
+        if trainer.state.iteration == 2:
+            raise ConnectionError("server gone")
+
+    trainer = make_trainer(tmp_path / "engine", iterations=4)
+    trainer.engine = Gone(trainer.engine, gone)
+    with pytest.raises(ConnectionError, match="server gone"):
+        trainer.train()
+    assert (tmp_path / "engine" / "run" / "checkpoint-000002").is_dir()
+
+    calls: list[int] = []
+
+    def advantage(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        calls.append(1)  # the first call tries it before the run
+        return (rewards - values)[len(calls) // 4 :]
+
+    trainer = make_trainer(tmp_path / "shape", iterations=4, advantage=advantage)
+    with pytest.raises(ValueError, match="advantage"):
+        trainer.train()
+    assert (tmp_path / "shape" / "run" / "checkpoint-000002").is_dir()
 
 
 @pytest.mark.parametrize("option", ["advantage", "objective"])

@@ -251,7 +251,8 @@ class Process:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
         parts = self.lasting()
-        parts["value function"] += self.regression_bytes  # the moments of the batch
+        # The moments of the batch, and those before a minibatch that may have to be repeated.
+        parts["value function"] += self.regression_bytes * min(2, config.minibatches)
         if self.run.is_sharded:
             parts["gathered"] = self.gathered()
         self.policy.set_training(config.gradient_checkpointing)
