@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENVIRONMENTS = "fastppo.environments"
 TRACKERS = "fastppo.trackers"
@@ -40,7 +41,9 @@ def load(group: str, name: str) -> Any:
     return _found(group)[name].load()
 
 
-def _found(group: str) -> dict[str, metadata.EntryPoint]:
+def _found(group: str) -> dict[str, EntryPoint]:
+    from importlib import metadata  # takes longer to import than the rest of a command's help
+
     installed = {point.name: point for point in metadata.entry_points(group=group)}
     checkout = {
         name: metadata.EntryPoint(name, value, group)
@@ -59,6 +62,8 @@ def _of_checkout() -> dict[str, dict[str, str]]:
     file = Path(__file__).parents[2] / "pyproject.toml"
     if not file.exists():
         return {}
+    import tomllib
+
     project = tomllib.loads(file.read_text("utf-8")).get("project", {})
     return project.get("entry-points", {}) if project.get("name") == PACKAGE else {}
 
