@@ -49,11 +49,7 @@ def say(console: Console, sentence: str, style: str = "") -> None:
 
 
 class ConsoleHandler(logging.Handler):
-    """Print log records on a console with `say`, in yellow from WARNING up.
-
-    Rich's `RichHandler` is not used because it lays records out as a table. It wraps long lines, so
-    a path could be neither clicked nor copied.
-    """
+    """Print log records on a console, in yellow from WARNING up."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -65,7 +61,10 @@ class ConsoleHandler(logging.Handler):
 
 
 def show_messages(console: Console) -> None:
-    """Show the messages that FastPPO logs on this console, and no longer on an earlier one."""
+    """Show the messages that FastPPO logs on this console, and no longer on an earlier one.
+
+    Rich's `RichHandler` is not used, because it wraps long lines and would cut paths in two.
+    """
     for handler in list(PACKAGE_LOGGER.handlers):
         if isinstance(handler, ConsoleHandler):
             PACKAGE_LOGGER.removeHandler(handler)
