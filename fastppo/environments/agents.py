@@ -127,7 +127,7 @@ class Agent(EnvironmentMaker):
     def __call__(self) -> Session:
         return Session(self.make, self.server)
 
-    def turn_format(self, tokenizer: Any, say: Callable[[str], None]) -> AgentFormat:
+    def turn_format(self, tokenizer: Any) -> AgentFormat:
         """Return the format of the turns."""
         return AgentFormat()
 

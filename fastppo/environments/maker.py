@@ -85,12 +85,11 @@ class EnvironmentMaker:
     def __call__(self) -> Any:
         return self.make()
 
-    def turn_format(self, tokenizer: Any, say: Callable[[str], None]) -> TurnFormat:
+    def turn_format(self, tokenizer: Any) -> TurnFormat:
         """Return the form of the policy's turns.
 
         Args:
             tokenizer: the policy's.
-            say: prints a message to the user.
         """
         return TurnFormat()
 

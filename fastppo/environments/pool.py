@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from fastppo.plugins.calling import (
     traceback_of,
 )
 from fastppo.rewards.reward import MAX_REWARD, plain_values
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
@@ -139,7 +142,7 @@ class EnvironmentPool:
             self._loop.close()
             self._loop = None
         if failures:
-            self.options.say(
+            logger.info(
                 f"environment {self.name!r} {failures[0].sentence}; {len(failures)} of "
                 f"{len(calls)} were not closed"
             )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ from fastppo.data.chat import encodable, is_chat, render_chat, with_text
 from fastppo.data.datasets import DataError
 from fastppo.environments.maker import EnvironmentMaker, TurnFormat
 from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
+
+logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "step", "get_reward", "close")
 """Public methods that are not tools."""
@@ -91,7 +94,6 @@ class ToolFormat(TurnFormat):
         tokenizer: with a chat template.
         schemas: schemas of the tools, as from `get_json_schema`.
         where: prefix of error messages.
-        say: prints a message to the user.
 
     Raises:
         DataError: the chat template ignores messages of the role `tool`.
@@ -105,7 +107,6 @@ class ToolFormat(TurnFormat):
         schemas: Sequence[dict[str, Any]],
         *,
         where: str,
-        say: Callable[[str], None],
     ) -> None:
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
@@ -121,9 +122,11 @@ class ToolFormat(TurnFormat):
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)
         if not self.shows_tools:
-            say(f"{where}: the chat template ignores tools: a system message describes them")
+            logger.info(
+                f"{where}: the chat template ignores tools: a system message describes them"
+            )
         if self.template is None:
-            say(
+            logger.info(
                 f"{where}: the tokenizer has no response template: calls are parsed as "
                 '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
             )
@@ -213,10 +216,10 @@ class Tools(EnvironmentMaker):
     def __call__(self) -> _Episode:
         return self.episode(self.make(), self.functions.keys())
 
-    def turn_format(self, tokenizer: Any, say: Callable[[str], None]) -> ToolFormat:
+    def turn_format(self, tokenizer: Any) -> ToolFormat:
         """Return the format of the calls; see `ToolFormat`."""
         where = f"environment {self.__name__!r}"
-        return ToolFormat(tokenizer, self.schemas, where=where, say=say)
+        return ToolFormat(tokenizer, self.schemas, where=where)
 
     def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:
         """Raise ValueError if `reset` needs an argument that is no column of the prompts."""

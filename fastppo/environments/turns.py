@@ -162,7 +162,7 @@ class Turns:
         self.environments = EnvironmentPool(self.make, options=self.options, world=self.world)
         self.name = self.make.__name__
         self.has_rewards = self.make.has_rewards
-        self.format = self.make.turn_format(tokenizer, self.options.say)
+        self.format = self.make.turn_format(tokenizer)
 
     def run(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling

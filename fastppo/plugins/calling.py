@@ -51,8 +51,6 @@ class CallOptions:
 
     timeout: float | None = None
     """Time limit per call in seconds. None means no limit."""
-    say: Callable[[str], None] = lambda sentence: None
-    """Print a message to the user."""
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ class PPO:
         self.reference = parts.reference
         self.optimizer = parts.optimizer
         self.engine = parts.engine
-        self.limits = MicrobatchLimits(reporter.say, parts.world.size)
+        self.limits = MicrobatchLimits(parts.world.size)
         self.step_control = make_step_control(config, parts.optimizer, reporter.warn)
         self.state = RunState.of(config, self.step_control)
         self.draw = make_dynamic_sampling(config)

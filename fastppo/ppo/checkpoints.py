@@ -242,7 +242,7 @@ class Checkpoints:
         self._check_optimizer(newest)
         self._load(newest.path)
         metric = self.config.checkpoint_best
-        self.world.on_main_rank(lambda: checkpoint.tidy(newest, say=self.say, metric=metric))
+        self.world.on_main_rank(lambda: checkpoint.tidy(newest, metric))
         self.newest = newest.path
         self._iteration = self.state.iteration
         reason = self.world.on_main_rank(lambda: why_ended(self.run_dir))
@@ -278,7 +278,6 @@ class Checkpoints:
             self.identity,
             essential=IDENTITY,
             allowed=self.config.resume == "force",
-            say=self.say,
         )
 
     def _remember(self, metrics: Mapping[str, float]) -> None:

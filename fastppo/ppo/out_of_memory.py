@@ -11,6 +11,7 @@ phase and an option that halves what it needs (`explain_out_of_memory`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,8 @@ import torch
 import fastppo
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.options.config import PPOConfig
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -83,12 +86,10 @@ class MicrobatchLimits:
     """The microbatch limits that fit in memory, as far as the run has found out.
 
     Args:
-        say: shows a message to the user.
         processes: number of processes of the run.
     """
 
-    def __init__(self, say: Callable[[str], None], processes: int = 1) -> None:
-        self.say = say
+    def __init__(self, processes: int = 1) -> None:
         self.processes = processes
         self.halvings = 0
 
@@ -137,7 +138,7 @@ class MicrobatchLimits:
         size = f"{limits.tokens} tokens"
         if limits.tokens is None:
             size = f"{limits.sequences} sequences"
-        self.say(f"out of memory: microbatches of at most {size} from now on, same gradient")
+        logger.info(f"out of memory: microbatches of at most {size} from now on, same gradient")
 
 
 def _halved(limits: Limits, times: int) -> Limits:

@@ -33,7 +33,7 @@ from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.progress import console_of_first
+from fastppo.run.progress import console_of_first, show_messages
 from fastppo.run.watch import rollout_health
 
 
@@ -91,8 +91,9 @@ class PPOTrainer(PPO):
         config = given.named_in(config)
         world = world_of(config, world)
         reporter = Reporter(console_of_first(world, console))
+        show_messages(reporter.console)
         with explain_out_of_memory("loading", config):
-            parts = build(config, given, say=reporter.say, world=world)
+            parts = build(config, given, world=world)
         reporter.notes += parts.notes
         super().__init__(config, parts, reporter)
         self.callbacks = Callbacks(

@@ -38,7 +38,7 @@ from fastppo.run.checkpoint import (
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
 from fastppo.run.log import SharedLog, read_jsonl
-from fastppo.run.progress import progress
+from fastppo.run.progress import progress, show_messages
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening
 from fastppo.stopped import Stopped
 
@@ -96,6 +96,7 @@ class TrainingRun:
 
         For the exceptions see `PPOTrainer.train`.
         """
+        show_messages(self.ppo.reporter.console)  # the process may hold other trainers
         with self._surroundings():
             self._begin()
             log = self._open_log()

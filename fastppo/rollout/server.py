@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -32,7 +33,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,8 @@ from fastppo.models.policy import LanguageModel
 from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.prompts import check_prompts
 from fastppo.rollout.vllm import as_rollout, sampling_options
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 600.0
 """Seconds to wait for an unavailable server, which may be starting."""
@@ -101,7 +104,6 @@ class ServerEngine(RolloutEngine):
         directory: the directory for weights; all servers must see it under the same path.
         urls: the servers' addresses, http://host:port. Each server takes an equal share of a batch.
         batch_size: number of simultaneous requests.
-        say: prints a message to the user.
     """
 
     holds_weights = True
@@ -114,9 +116,8 @@ class ServerEngine(RolloutEngine):
         *,
         urls: Sequence[str],
         batch_size: int | None = None,
-        say: Callable[[str], None] = print,
     ) -> None:
-        self.servers = [Server(url, say) for url in urls]
+        self.servers = [Server(url) for url in urls]
         self.vocabulary = policy.head.vocabulary
         self.directory = directory.resolve()
         self.concurrency = batch_size or CONCURRENCY
@@ -249,12 +250,10 @@ class Server:
 
     Args:
         url: http://host:port.
-        say: prints a message to the user.
     """
 
-    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.say = say
         self._open = make_opener().open
         self._base_model = ""
         self._adapter_name = ""
@@ -283,7 +282,7 @@ class Server:
                         f"waited {START_TIMEOUT:g} s for {self.url}: {error}"
                     ) from error
                 if not is_told:
-                    self.say(f"waiting for {self.url}: {error}")
+                    logger.info(f"waiting for {self.url}: {error}")
                     is_told = True
             _pause(closing)
 

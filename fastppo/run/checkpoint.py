@@ -17,12 +17,13 @@ code.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ from fastppo.data.world import World
 from fastppo.models.sharding import reshard, sharded_like
 from fastppo.run import identity, manifest, shards
 from fastppo.run.optimizer import Optimizer
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 6
 """Increased whenever the files of a checkpoint change."""
@@ -103,17 +106,16 @@ def resumable(
     *,
     essential: Iterable[str],
     allowed: bool,
-    say: Callable[[str], None],
 ) -> manifest.Newest | None:
     """Return the newest intact checkpoint, or None if there is no checkpoint.
 
-    Unfinished checkpoints of a killed run are deleted.
+    Unfinished checkpoints of a killed run are deleted. Every damaged checkpoint and every allowed
+    difference is logged.
 
     Args:
         run: the identity of the resumed run.
         essential: options that make it another run if they change.
         allowed: whether they may differ (`resume: force`).
-        say: receives a sentence per damaged checkpoint and per allowed difference.
 
     Raises:
         DamagedError: all checkpoints are damaged.
@@ -122,26 +124,26 @@ def resumable(
     _remove_leftovers(Path(run_dir))
     newest = manifest.newest(checkpoints(run_dir))
     if newest is None:
-        say(f"no checkpoint in {run_dir}: starting from the beginning")
+        logger.info(f"no checkpoint in {run_dir}: starting from the beginning")
         return None
     for reason in newest.reasons:
-        say(f"passed over {reason}")
+        logger.info(f"passed over {reason}")
     before: dict[str, Any] = newest.owner["run"]
     for sentence in identity.check_same_run(
         newest.path, before, run, essential=essential, allowed=allowed
     ):
-        say(sentence)
+        logger.info(sentence)
     return newest
 
 
-def tidy(newest: manifest.Newest, *, say: Callable[[str], None], metric: str | None = None) -> None:
+def tidy(newest: manifest.Newest, metric: str | None = None) -> None:
     """Rename the damaged checkpoints that a resumed run has passed over, and delete old ones.
 
     Args:
         metric: the best checkpoint by this metric is kept as well.
     """
     for path in newest.passed_over:
-        say(f"renamed {path.name} to {manifest.set_aside(path).name}")
+        logger.info(f"renamed {path.name} to {manifest.set_aside(path).name}")
     prune(newest.path.parent, metric, never=newest.path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from fastppo.run.console import printable
 
 if TYPE_CHECKING:
     from fastppo.data.world import World
+
+PACKAGE_LOGGER = logging.getLogger("fastppo")
+"""Parent of the loggers of all modules."""
 
 LINE_SECONDS = 10.0
 """Seconds between two lines of progress in a log file."""
@@ -42,6 +46,41 @@ def console_of_first(world: World, console: Console | None = None) -> Console:
 def say(console: Console, sentence: str, style: str = "") -> None:
     """Print a sentence without interpreting markup or control characters, and without wrapping."""
     console.print(Text(printable(sentence), style=style), soft_wrap=True)
+
+
+class ConsoleHandler(logging.Handler):
+    """Print log records on a console, in yellow from WARNING up."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "yellow" if record.levelno >= logging.WARNING else ""
+        say(self.console, record.getMessage(), style)
+
+
+def show_messages(console: Console) -> None:
+    """Show the messages that FastPPO logs on this console, and no longer on an earlier one.
+
+    Rich's `RichHandler` is not used, because it wraps long lines and would cut paths in two.
+    """
+    for handler in list(PACKAGE_LOGGER.handlers):
+        if isinstance(handler, ConsoleHandler):
+            PACKAGE_LOGGER.removeHandler(handler)
+    PACKAGE_LOGGER.addHandler(ConsoleHandler(console))
+    PACKAGE_LOGGER.setLevel(logging.INFO)
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Log no message below WARNING within the block."""
+    before = PACKAGE_LOGGER.level
+    PACKAGE_LOGGER.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        PACKAGE_LOGGER.setLevel(before)
 
 
 @contextmanager

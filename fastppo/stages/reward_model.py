@@ -51,7 +51,7 @@ from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
 from fastppo.run.options import unused
-from fastppo.run.progress import console_of_first, say
+from fastppo.run.progress import console_of_first, say, show_messages
 from fastppo.stages.data import Encoded, load_data, row_limit
 from fastppo.stages.options import RewardModelConfig
 from fastppo.stages.preferences import Comparison, collate, encode_comparisons
@@ -266,6 +266,7 @@ def train_reward_model(
     """
     with stage_world(config) as world:
         console = console_of_first(world, console)
+        show_messages(console)
         for sentence in unused(config):
             say(console, sentence, "yellow")
         set_seed(config.seed)

@@ -30,7 +30,7 @@ from fastppo.models.pretrained import (
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
 from fastppo.run.options import unused
-from fastppo.run.progress import console_of_first, say
+from fastppo.run.progress import console_of_first, say, show_messages
 from fastppo.stages.data import Encoded, load_data, row_limit
 from fastppo.stages.demonstrations import IGNORED, collate, encode_demonstrations
 from fastppo.stages.options import SFTConfig
@@ -94,6 +94,7 @@ def train_sft(
     """
     with stage_world(config) as world:
         console = console_of_first(world, console)
+        show_messages(console)
         for sentence in unused(config):
             say(console, sentence, "yellow")
         set_seed(config.seed)

@@ -16,6 +16,7 @@ decisions; the first one writes the records.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ from fastppo.run.signals import StopRequest, listening
 from fastppo.stages.data import StageData
 from fastppo.stages.options import IDENTITY, SupervisedConfig
 from fastppo.stopped import Stopped
+
+logger = logging.getLogger(__name__)
 
 ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
 """Options of AdamW: those of transformers' `Trainer`."""
@@ -148,7 +151,7 @@ class SupervisedTrainer(ABC):
         """
         for sentence in busy_cpu(self.device):
             say(console, sentence, "yellow")
-        done = self._resume(functools.partial(say, console)) if self.config.resume else 0
+        done = self._resume() if self.config.resume else 0
         with (
             closing(self._open_log(done)) as log,
             progress(self.title, console, total=self.steps, completed=done) as show,
@@ -257,7 +260,7 @@ class SupervisedTrainer(ABC):
             device=device_name(self.device),
         )
 
-    def _resume(self, say: Callable[[str], None]) -> int:
+    def _resume(self) -> int:
         """Restore the newest intact checkpoint, and return the number of its steps."""
         newest = self.world.on_main_rank(
             lambda: checkpoint.resumable(
@@ -265,14 +268,13 @@ class SupervisedTrainer(ABC):
                 self.identity,
                 essential=IDENTITY,
                 allowed=self.config.resume == "force",
-                say=say,
             )
         )
         if newest is None:
             return 0
         state, _ = checkpoint.load(newest.path, self.root, self.optimizer)
-        self.world.on_main_rank(lambda: checkpoint.tidy(newest, say=say))
-        say(f"resuming from {newest.path}")
+        self.world.on_main_rank(lambda: checkpoint.tidy(newest))
+        logger.info(f"resuming from {newest.path}")
         return int(state["step"])
 
     def _save_if_due(self, step: int, request: StopRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from fastppo.data.datasets import DataError
 from fastppo.data.prompts import Prompts
 from fastppo.environments.loading import load_environment
 from fastppo.environments.turns import Turns
-from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.reward import RewardError
@@ -69,7 +69,6 @@ def _run(
     response_template: Any = None,
     max_turns: int = 4,
     count: int = 1,
-    say: Any = lambda sentence: None,
     columns: dict[str, list[Any]] | None = None,
 ) -> tuple[Rollout, list[str]]:
     """Return the episodes, and the first one's context before each turn."""
@@ -81,9 +80,7 @@ def _run(
     assert term is not None
     ids = [[*tokenizer(turn)["input_ids"], EOS] for turn in turns]
     engine = Scripted(ids, stop=(EOS,))
-    episode_runner = Turns(
-        term.function, tokenizer, max_turns=max_turns, options=CallOptions(say=say)
-    )
+    episode_runner = Turns(term.function, tokenizer, max_turns=max_turns)
     messages = [{"role": "user", "content": "Hello."}]
     columns = columns or {"item": ["tea"] * count}
     prompts = Prompts([messages] * count, [[1]] * count, columns)
@@ -211,20 +208,24 @@ def test_coroutine_tools_run_concurrently() -> None:
     assert "<tool>{'error': 'no scales'}" in read[1]
 
 
-def test_a_system_message_describes_tools_that_the_chat_template_ignores() -> None:
-    said: list[str] = []
-    _, read = _run(Shop, ["No."], say=said.append)
+def test_a_system_message_describes_tools_that_the_chat_template_ignores(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "fastppo"):
+        _, read = _run(Shop, ["No."])
     system, user = read[0].split("<eos>")[:2]
     assert system.startswith("<system>")
     assert '{"name": "price", "description": "The price of an item."' in system
     assert user == "<user>Hello. Buy tea."
-    assert [sentence.partition(": ")[2][:26] for sentence in said] == [
+    assert [sentence.partition(": ")[2][:26] for sentence in caplog.messages] == [
         "the chat template ignores ",
         "the tokenizer has no respo",
     ]
 
 
-def test_calls_are_parsed_by_the_tokenizers_response_template() -> None:
+def test_calls_are_parsed_by_the_tokenizers_response_template(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Arguments that are no JSON have the types of the tool's schema."""
     template = {
         "start_anchor": "<assistant>",
@@ -243,14 +244,12 @@ def test_calls_are_parsed_by_the_tokenizers_response_template() -> None:
             "content": {"content": "text"},
         },
     }
-    said: list[str] = []
     turns = ["@price item=tea,count=3;", "So."]
-    rollout, read = _run(
-        Shop, turns, template=WITH_TOOLS, response_template=template, say=said.append
-    )
+    with caplog.at_level(logging.INFO, "fastppo"):
+        rollout, read = _run(Shop, turns, template=WITH_TOOLS, response_template=template)
     assert rollout.calls == [["answered"]]
     assert "<tool>7.5<eos>" in read[1]
-    assert said == []
+    assert caplog.messages == []
 
 
 def test_a_chat_template_without_tool_messages_is_refused() -> None:

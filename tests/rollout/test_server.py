@@ -237,11 +237,13 @@ def test_only_unanswered_requests_are_sent_again(
     assert asked == [2, 2 * server.MAX_ROUNDS]
 
 
-def test_closing_the_engine_ends_a_call_that_waits(tmp_path: Path) -> None:
+def test_closing_the_engine_ends_a_call_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, engine_options={"urls": ["http://127.0.0.1:9"]})
     assert isinstance(trainer.engine, ServerEngine)
     waits = threading.Event()
-    trainer.engine.servers[0].say = lambda sentence: waits.set()
+    monkeypatch.setattr(server.logger, "info", lambda sentence: waits.set())
     with ThreadPoolExecutor(1) as pool:
         drawing = pool.submit(trainer.engine.generate, [[3]], trainer.parts.sampling)
         assert waits.wait(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,11 @@ def build(
     config: PPOConfig,
     given: Given,
     *,
-    say: Callable[[str], None] = print,
     world: World | None = None,
 ) -> Parts:
     """Build the parts that the config names, or take those in `given`.
 
     Args:
-        say: takes a sentence for the user.
         world: the processes, over which the models are sharded.
 
     Raises:
@@ -71,7 +68,7 @@ def build(
     set_seed(config.seed)
     world = world or World()
     device = world.device or choose_device(config.device)
-    calls = CallOptions(config.reward_timeout, say)
+    calls = CallOptions(config.reward_timeout)
     inputs = preflight(config, given, world=world)
     inputs = replace(inputs, rewards=inputs.rewards.loaded(device))
     set_seed(config.seed)  # the rewards may have drawn random numbers
@@ -86,7 +83,7 @@ def build(
             config, functions["rollout"], policy=policy, tokenizer=inputs.tokenizer
         )
     engine, engine_note = choose_engine(
-        config, engine, policy=policy, tokenizer=inputs.tokenizer, world=world, say=say
+        config, engine, policy=policy, tokenizer=inputs.tokenizer, world=world
     )
     if world.size > 1:
         models.shard(world)
@@ -187,13 +184,11 @@ def choose_engine(
     policy: ActorCritic,
     tokenizer: Any,
     world: World,
-    say: Callable[[str], None] = print,
 ) -> tuple[RolloutEngine, str | None]:
     """Return the rollout engine, and a sentence if it is a fallback.
 
     Args:
         engine: the user's engine; None for a built-in one.
-        say: takes a sentence for the user.
 
     Raises:
         ValueError: `async_steps` with an engine without asynchronous generation.
@@ -213,7 +208,6 @@ def choose_engine(
         chosen = ServerEngine(
             policy,
             Path(config.output_dir) / "rollout_weights",
-            say=say,
             **options,
         )
     else:

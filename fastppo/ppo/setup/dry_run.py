@@ -16,6 +16,7 @@ from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.reward import EXPECTED, RewardError, RewardTerm, Samples, score
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
+from fastppo.run.progress import only_warnings
 
 MADE_UP = "A made-up response"
 """Text on which rewards and the environment are tried."""
@@ -43,6 +44,7 @@ class _MadeUpEngine(RolloutEngine):
         return Rollout([self.tokens for _ in prompt_ids], [FINISHED for _ in prompt_ids])
 
 
+@only_warnings()  # the run makes environments of its own, which log the same messages again
 def dry_run(
     config: PPOConfig,
     prompts: Prompts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ class Replaces(Played):
 class Keeps(Played):
     def reset(self, prompt):
         return None
+
+class CannotClose(FiveValues):
+    def step(self, text):
+        return "w2", 0.0, True
+    def close(self):
+        raise OSError("stuck")
 """
 CHAT = {"prompt": [{"role": "user", "content": "w1"}], "wanted": "w1"}
 ROWS = {
@@ -234,6 +241,17 @@ def test_check_shows_the_first_turn_of_an_episode(
     assert "ends at a stop token or '!'; cut off at 8 tokens, it ends the episode" in shown
     assert "begins with 2 tokens: 'w0 <unk>'" in shown
     assert "'A made-up response' is answered by 'w2'" in shown
+
+
+def test_messages_are_left_to_the_environments_of_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"environment": "code.py:CannotClose", "max_turns": 2}
+    with caplog.at_level(logging.INFO, "fastppo"):
+        inputs = _preflight(folder, monkeypatch, **options)
+        assert inputs.first_turn is not None, "the environment was tried"
+        assert caplog.messages == []
+        assert logging.getLogger("fastppo").level == logging.INFO
 
 
 @pytest.mark.parametrize(("name", "replaces"), [("Replaces", True), ("Keeps", False)])
