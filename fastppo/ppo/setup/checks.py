@@ -115,7 +115,8 @@ def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
     sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
     if sampled is None:
         raise RuntimeError(
-            "self-check: the rollout engine gives no sampler_logprobs to compare with the policy's"
+            "self-check: the rollout engine returned no logprobs to compare with the policy's: its "
+            "generate must fill Rollout.sampler_logprobs"
         )
     return sampled
 
