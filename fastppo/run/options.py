@@ -34,7 +34,7 @@ from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
 from fastppo.plugins import entry_points
-from fastppo.run.former_names import FORMER_NAMES
+from fastppo.run.former_names import FORMER_NAMES, REMOVED
 from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -100,12 +100,16 @@ class Options:
 
     @classmethod
     def unknown(cls, name: str, dashes: str = "") -> str:
-        """Return the error about an unknown option, with our name for it or the nearest one.
+        """Return the error about an unknown option, with its successor or the nearest name.
 
         Args:
             dashes: `--` shows the names as flags.
         """
         known = [member.name for member in fields(cls)]
+        sentence = f"no option {describe(dashes + name)}"
+        belonged_to, answer = REMOVED.get(name, ("", ""))
+        if belonged_to in known:
+            return f"{sentence}: {answer}"
         successor = FORMER_NAMES.get(name, "")
         if successor.partition("=")[0] in known:
             meant: list[str] | None = [successor]
@@ -114,7 +118,6 @@ class Options:
         if meant is None:
             meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         question = " or ".join(dashes + option for option in meant)
-        sentence = f"no option {describe(dashes + name)}"
         return f"{sentence}; did you mean {question}?" if question else sentence
 
     def check(self) -> None:
