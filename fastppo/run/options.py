@@ -154,8 +154,8 @@ class Options:
         write_whole(path, text)
 
 
-def unused(config: Options, passed: Container[str] = ()) -> list[str]:
-    """Return a sentence for each option that is set and has no effect.
+def has_effect(config: Options, name: str, passed: Container[str] = ()) -> bool:
+    """Return whether the condition holds that an option needs.
 
     Args:
         passed: options whose part is given in Python, and counts as on.
@@ -171,14 +171,21 @@ def unused(config: Options, passed: Container[str] = ()) -> list[str]:
             shown = "file.py:name"
         return (shown in values.split("/")) != name.endswith("!")
 
-    sentences = []
-    for member in fields(config):
-        needs = member.metadata["needs"]
-        if not needs or not config.is_set(member.name):
-            continue
-        if not any(all(map(holds, each.split(" and "))) for each in needs.split(" or ")):
-            sentences.append(f"set, but not used: {member.name}, which needs {needs}")
-    return sentences
+    needs = config.__dataclass_fields__[name].metadata["needs"]
+    return not needs or any(all(map(holds, each.split(" and "))) for each in needs.split(" or "))
+
+
+def unused(config: Options, passed: Container[str] = ()) -> list[str]:
+    """Return a sentence for each option that is set and has no effect.
+
+    Args:
+        passed: options whose part is given in Python, and counts as on.
+    """
+    return [
+        f"set, but not used: {member.name}, which needs {member.metadata['needs']}"
+        for member in fields(config)
+        if config.is_set(member.name) and not has_effect(config, member.name, passed)
+    ]
 
 
 def read_mapping(name: str, given: Mapping[str, Any] | None, options: type[Mapped]) -> Mapped:
