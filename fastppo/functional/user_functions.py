@@ -30,6 +30,13 @@ def name_and_place(function: Callable[..., Any]) -> str:
         return name
 
 
+class Offering(functools.partial[Any]):
+    """A function with keywords that it gets only if it names them.
+
+    A caller wraps an objective in it to offer more than `ppo_loss` does.
+    """
+
+
 def named_by(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the offered keywords that a function has parameters for. None is not offered."""
     parameters = inspect.signature(function).parameters
@@ -111,6 +118,9 @@ def token_loss(
         "importance_weights": torch.ones_like(logprobs) if weights is None else weights,
         "cu_seqlens": cu_seqlens,
     }
+    if isinstance(function, Offering):
+        offered |= function.keywords
+        function = function.func
     loss = call_by_name("objective", function, first, offered)
     loss = check_per_token("objective", function, "token_loss", loss, logprobs)
     if torch.is_grad_enabled() and logprobs.requires_grad and not loss.requires_grad:

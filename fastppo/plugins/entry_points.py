@@ -5,8 +5,9 @@ A package declares a part in its pyproject.toml, and FastPPO finds it by its nam
     [project.entry-points."fastppo.environments"]
     chess = "my_package.chess:ADAPTER"
 
-The groups are `ENVIRONMENTS` (an `Adapter`), `TRACKERS` (a `Tracker`) and `CALLBACKS` (a
-`TrainerCallback`). Nothing is imported before it is used.
+The groups for other packages are `ENVIRONMENTS` (an `Adapter`) and `TRACKERS` (a `Tracker`).
+`CALLBACKS` holds FastPPO's default callbacks, such as the report; pass your own in Python, with
+`PPOTrainer(callbacks=[…])`. Nothing is imported before it is used.
 """
 
 from __future__ import annotations

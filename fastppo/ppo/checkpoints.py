@@ -130,6 +130,7 @@ class Checkpoints:
         self.world = ppo.world
         self.run_dir = Path(self.config.output_dir)
         self.identity = identity.of_run(self.config, ppo.parts.fingerprints)
+        self.essential = identity.essential_options(self.config, IDENTITY, ppo.parts.passed)
         self.newest: Path | None = None
         """The newest intact checkpoint."""
         self._iteration: int | None = None
@@ -276,7 +277,7 @@ class Checkpoints:
         return checkpoint.resumable(
             self.run_dir,
             self.identity,
-            essential=IDENTITY,
+            essential=self.essential,
             allowed=self.config.resume == "force",
         )
 

@@ -6,7 +6,6 @@ trainer's argument of the same name takes the function itself.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from fastppo.functional.losses import ppo_loss
-from fastppo.functional.user_functions import name_and_place, named_by
+from fastppo.functional.user_functions import Offering, name_and_place
 from fastppo.plugins.calling import explaining
 from fastppo.plugins.loading import Plugin, load_plugin
 from fastppo.ppo.estimators import user_advantages
@@ -63,7 +62,7 @@ def check_objective(function: Callable[..., Any], *, has_ref: bool) -> None:
         torch.tensor([0, 1, 0, 1, 0]),
         numbers - 1,
         numbers,
-        objective=functools.partial(function, **named_by(function, {"scores": scores})),
+        objective=Offering(function, scores=scores),
         cu_seqlens=torch.tensor([0, 3, 5]),
         ref_logprobs=numbers - 1.1 if has_ref else None,
         backend="torch",

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastppo.data.batch import Layout
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.user_functions import named_by
+from fastppo.functional.user_functions import Offering
 from fastppo.functional.value_loss import ValueLossFunction
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -87,8 +87,7 @@ class PolicyLoss:
     ) -> str | Callable[..., Tensor]:
         """Return the name of the built-in objective, or the function in its place."""
         if self.function is not None:
-            scores = named_by(self.function, {"scores": micro.scores})
-            return functools.partial(self.function, **scores)
+            return Offering(self.function, scores=micro.scores)
         if self.config.objective == "penalty":
             return functools.partial(penalty, beta=coefficients.policy_kl_coef)
         return self.config.objective

@@ -49,3 +49,8 @@ class Parts:
     """Fingerprints of models, data and rewards, by option."""
     notes: list[str]
     """Sentences for the user about a fallback to another engine or layout, or replaced prompts."""
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """Options that count as on, because their part may be passed in Python."""
+        return () if isinstance(self.episode_runner, OneTurn) else ("environment",)

@@ -8,13 +8,13 @@ Other data or another objective make it another run, and are refused without
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastppo.functional.scalars import describe
-from fastppo.run.options import Options
+from fastppo.run.options import Options, has_effect
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
 """Packages that compute the numbers of a run."""
@@ -58,6 +58,20 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return installed
+
+
+def essential_options(
+    config: Options, names: Iterable[str], passed: Container[str] = ()
+) -> list[str]:
+    """Return those of the options that have an effect in this run, and so must be the same.
+
+    An option without an effect may be deleted before a resume.
+
+    Args:
+        passed: options whose part is given in Python, and counts as on.
+    """
+    known = config.to_dict()
+    return [name for name in names if name in known and has_effect(config, name, passed)]
 
 
 def differences(

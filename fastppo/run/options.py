@@ -34,7 +34,7 @@ from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
 from fastppo.plugins import entry_points
-from fastppo.run.former_names import FORMER_NAMES
+from fastppo.run.former_names import FORMER_NAMES, REMOVED
 from fastppo.run.other_names import other_projects_option
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -100,12 +100,16 @@ class Options:
 
     @classmethod
     def unknown(cls, name: str, dashes: str = "") -> str:
-        """Return the error about an unknown option, with our name for it or the nearest one.
+        """Return the error about an unknown option, with its successor or the nearest name.
 
         Args:
             dashes: `--` shows the names as flags.
         """
         known = [member.name for member in fields(cls)]
+        sentence = f"no option {describe(dashes + name)}"
+        belonged_to, answer = REMOVED.get(name, ("", ""))
+        if belonged_to in known:
+            return f"{sentence}: {answer}"
         successor = FORMER_NAMES.get(name, "")
         if successor.partition("=")[0] in known:
             meant: list[str] | None = [successor]
@@ -114,7 +118,6 @@ class Options:
         if meant is None:
             meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         question = " or ".join(dashes + option for option in meant)
-        sentence = f"no option {describe(dashes + name)}"
         return f"{sentence}; did you mean {question}?" if question else sentence
 
     def check(self) -> None:
@@ -151,8 +154,8 @@ class Options:
         write_whole(path, text)
 
 
-def unused(config: Options, passed: Container[str] = ()) -> list[str]:
-    """Return a sentence for each option that is set and has no effect.
+def has_effect(config: Options, name: str, passed: Container[str] = ()) -> bool:
+    """Return whether the condition holds that an option needs.
 
     Args:
         passed: options whose part is given in Python, and counts as on.
@@ -168,14 +171,21 @@ def unused(config: Options, passed: Container[str] = ()) -> list[str]:
             shown = "file.py:name"
         return (shown in values.split("/")) != name.endswith("!")
 
-    sentences = []
-    for member in fields(config):
-        needs = member.metadata["needs"]
-        if not needs or not config.is_set(member.name):
-            continue
-        if not any(all(map(holds, each.split(" and "))) for each in needs.split(" or ")):
-            sentences.append(f"set, but not used: {member.name}, which needs {needs}")
-    return sentences
+    needs = config.__dataclass_fields__[name].metadata["needs"]
+    return not needs or any(all(map(holds, each.split(" and "))) for each in needs.split(" or "))
+
+
+def unused(config: Options, passed: Container[str] = ()) -> list[str]:
+    """Return a sentence for each option that is set and has no effect.
+
+    Args:
+        passed: options whose part is given in Python, and counts as on.
+    """
+    return [
+        f"set, but not used: {member.name}, which needs {member.metadata['needs']}"
+        for member in fields(config)
+        if config.is_set(member.name) and not has_effect(config, member.name, passed)
+    ]
 
 
 def read_mapping(name: str, given: Mapping[str, Any] | None, options: type[Mapped]) -> Mapped:

@@ -19,11 +19,12 @@ from fastppo.run.options import Options
 
 MODELS = ("model", "models", "reference_model", "critic_model")
 DATA = ("prompts", "eval_prompts", "ptx_data", "data", "eval_data")
-CODE = ("rewards", "monitor_rewards", "reward_ensemble", "environment")
+REWARDS = ("rewards", "monitor_rewards", "reward_ensemble")
+CODE = (*REWARDS, "environment", "rollout", "objective", "advantage", "optimizer")
 
 
 def check_paths(config: Options, *, is_new: bool = True) -> None:
-    """Check the paths of models, data, rewards and environment, and the run directory.
+    """Check the paths of models, data and the user's code, and the run directory.
 
     Args:
         is_new: whether the run directory must not hold a run.
@@ -43,7 +44,7 @@ def check_paths(config: Options, *, is_new: bool = True) -> None:
     for option, name in _named(options, CODE):
         if URL.match(name):
             continue
-        option = "environment" if option == "environment" else "reward"
+        option = "reward" if option in REWARDS else option
         # The target of an address may be a function in a file, as in chat:agent.py:run?port=8123.
         target = name.partition(":")[2].partition("?")[0] if is_address(name) else name
         match = FUNCTION.match(target)

@@ -36,7 +36,7 @@ from fastppo.models.sharding import reshard_for_update, shard_around
 from fastppo.run import checkpoint, manifest
 from fastppo.run.console import lasting_console
 from fastppo.run.directory import check_no_run, run_lock
-from fastppo.run.identity import of_run
+from fastppo.run.identity import essential_options, of_run
 from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.optimizer import Optimizer, schedule
 from fastppo.run.progress import progress, say
@@ -266,7 +266,7 @@ class SupervisedTrainer(ABC):
             lambda: checkpoint.resumable(
                 self.config.output_dir,
                 self.identity,
-                essential=IDENTITY,
+                essential=essential_options(self.config, IDENTITY),
                 allowed=self.config.resume == "force",
             )
         )

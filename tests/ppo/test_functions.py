@@ -205,6 +205,17 @@ def test_a_wrong_advantage_is_refused(function: Any, says: str, tmp_path: Path) 
     assert says in str(error.value)
 
 
+def test_a_wrong_objective_is_answered_with_every_argument(tmp_path: Path) -> None:
+    def objective(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        return old_logprobs - logprobs
+
+    names = ("mask", "entropy", "ref_logprobs", "importance_weights", "cu_seqlens", "scores")
+    with pytest.raises(ValueError, match="objective") as error:
+        make_trainer(tmp_path, objective=objective, kl_loss_coef=0.1)
+    for name in names:
+        assert re.search(rf"\b{name}\b", str(error.value))
+
+
 def test_a_run_resumes_with_the_same_objective_only(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.py", CLIP)
     options = {"objective": f"{file}:objective", "checkpoint_interval": 1}

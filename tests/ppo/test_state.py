@@ -167,3 +167,25 @@ def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     assert metrics["kl_coef"] == 0.5
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-6)
     assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_a_run_resumes_without_an_option_that_had_no_effect(tmp_path: Path) -> None:
+    """The advice "set, but not used" can be followed in the middle of a run."""
+    make_trainer(tmp_path, iterations=1, kl_loss_estimator="k1").train()
+    make_trainer(tmp_path, iterations=2, resume=True).train()
+    with pytest.raises(ValueError, match="kl_loss_estimator was 'k3' and is 'k1'"):
+        make_trainer(
+            tmp_path, iterations=3, resume=True, kl_loss_coef=0.1, kl_loss_estimator="k1"
+        ).train()
+
+
+def test_max_turns_of_an_environment_that_is_passed_in_stay_the_same(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        **environments.OPTIONS,
+        "environment": environments.Calculator,
+        "prompts": environments.PROMPTS,
+    }
+    make_trainer(tmp_path, iterations=1, **options).train()
+    options |= {"max_turns": 3, "iterations": 2, "resume": True}
+    with pytest.raises(ValueError, match="max_turns was 2 and is 3"):
+        make_trainer(tmp_path, **options).train()

@@ -43,6 +43,15 @@ def test_fingerprints_and_essential_options_make_another_run() -> None:
     assert str(differences[0]) == "seed was 0 and is 1"
 
 
+def test_an_option_without_an_effect_is_not_essential() -> None:
+    names = ("kl_loss_estimator", "max_turns", "seed")
+    essential = identity.essential_options
+    assert essential(PPOConfig(), names) == ["seed"]
+    assert essential(PPOConfig(kl_loss_coef=0.1), names) == ["kl_loss_estimator", "seed"]
+    assert essential(PPOConfig(), names, ["environment"]) == ["max_turns", "seed"]
+    assert essential(SFTConfig(), ("lora_alpha", "center_coef", "seed")) == ["seed"]
+
+
 def test_a_new_or_missing_fingerprint_makes_another_run() -> None:
     one, both = _identity(), _identity()
     both["fingerprints"]["rewards/brevity"] = "abc"

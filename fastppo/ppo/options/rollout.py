@@ -107,7 +107,9 @@ class RolloutOptions(Options):
     @property
     def generated_at_once(self) -> int:
         """Most sequences that the engine generates at once, in all processes."""
-        return self.engine_keywords.get("batch_size") or self.rollout_batch_size
+        if self.rollout not in ENGINES:  # its batch_size may mean something else
+            return self.rollout_batch_size
+        return self.engine_keywords["batch_size"] or self.rollout_batch_size
 
     @property
     def holds_cache(self) -> bool:

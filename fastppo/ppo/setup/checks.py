@@ -15,7 +15,6 @@ from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
-from fastppo.rollout.one_turn import OneTurn
 from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4
@@ -69,8 +68,7 @@ def self_check(ppo: PPO) -> None:
             sampling=ppo.parts.sampling,
             fresh_reference=fresh_reference,
         )
-    passed = [] if isinstance(ppo.parts.episode_runner, OneTurn) else ["environment"]
-    warnings = [*unused(ppo.config, passed), *odd_options(ppo.config)]
+    warnings = [*unused(ppo.config, ppo.parts.passed), *odd_options(ppo.config)]
     for sentence in [*warnings, *busy_cpu(ppo.parts.device)]:
         ppo.reporter.say(sentence, "yellow")
 
@@ -115,7 +113,8 @@ def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
     sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
     if sampled is None:
         raise RuntimeError(
-            "self-check: the rollout engine gives no sampler_logprobs to compare with the policy's"
+            "self-check: the rollout engine returned no logprobs to compare with the policy's: its "
+            "generate must fill Rollout.sampler_logprobs"
         )
     return sampled
 

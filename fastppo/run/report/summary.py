@@ -43,10 +43,6 @@ class Change:
     error: float
     """Standard error of the change; NaN if there are too few rewards."""
 
-    @property
-    def exceeds_noise(self) -> bool:
-        return abs(self.value) > NOISE * self.error
-
     def __str__(self) -> str:
         if self.value == self.error == 0:
             return f"{self.of} unchanged"

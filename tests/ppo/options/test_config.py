@@ -7,12 +7,15 @@ from dataclasses import fields, replace
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 
+from fastppo.data.text import BLOCK_TOKENS
 from fastppo.generate_options import GenerateConfig
+from fastppo.ppo.coefficients import POLICY_KL_TARGET
+from fastppo.ppo.controllers import AdaptiveKL
 from fastppo.ppo.options import config as config_module
 from fastppo.ppo.options.config import PPOConfig, contradictions
 from fastppo.ppo.options.run import WARNINGS
-from fastppo.run.former_names import FORMER_NAMES
 from fastppo.run.options import Options, inner_type, unused
 from fastppo.run.watch import parse_threshold
 from fastppo.stages.options import RewardModelConfig, SFTConfig
@@ -234,12 +237,55 @@ def test_an_unused_critic_does_not_train() -> None:
 # ------------------------------------------------------------------------------------- former names
 
 
-def test_a_former_option_is_answered_with_its_successor() -> None:
-    known = {field.name for field in fields(PPOConfig)}
-    for name, successor in FORMER_NAMES.items():
-        assert name not in known
-        assert successor.partition("=")[0] in known
-        assert PPOConfig.unknown(name) == f"no option {name!r}; did you mean {successor}?"
+@pytest.mark.parametrize(
+    ("name", "option", "more"),
+    [
+        ("adam_beta2", "optimizer_options", {}),
+        ("allow_config_change", "resume", {}),
+        ("bootstrap_truncated", "truncated", {}),
+        ("critic_frozen", "critic_options", CRITIC),
+        ("generate_batch_size", "engine_options", {}),
+        ("importance_mode", "importance", {}),
+        ("rollout_urls", "engine_options", {"rollout": "server"}),
+        ("value_epochs", "critic_options", CRITIC),
+        ("vllm_gpu_memory_utilization", "engine_options", {"rollout": "vllm"}),
+        ("vllm_tensor_parallel_size", "engine_options", {"rollout": "vllm"}),
+    ],
+)
+def test_a_former_option_is_answered_with_a_successor_that_works(
+    name: str, option: str, more: dict[str, Any]
+) -> None:
+    said = re.search(r"did you mean (\w+)=?(.*)\?", PPOConfig.unknown(name))
+    assert said is not None
+    assert said[1] == option
+    if said[2]:
+        assert PPOConfig(**more, **{option: yaml.safe_load(said[2])}).is_set(option)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("eval_sampling", "evaluations sample as in training"),
+        ("importance_floor", "importance_cap"),
+        ("kl_horizon", f"{AdaptiveKL(0.1, 1.0).horizon:,.0f} sequences"),
+        ("policy_kl_target", f"{POLICY_KL_TARGET} nats"),
+        ("ptx_block_size", f"{BLOCK_TOKENS} tokens"),
+    ],
+)
+def test_a_former_option_without_a_successor_is_answered_with_the_reason(
+    name: str, says: str
+) -> None:
+    """No other option is suggested: to follow it would train something else."""
+    said = PPOConfig.unknown(name)
+    assert says in said
+    assert "did you mean" not in said
+    assert says not in SFTConfig.unknown(name)
+
+
+def test_batch_size_of_a_users_engine_is_its_own() -> None:
+    options = {"rollout_batch_size": 16, "engine_options": {"batch_size": 2}}
+    assert PPOConfig(**options).generated_at_once == 2
+    assert PPOConfig(rollout="mine.py:Engine", **options).generated_at_once == 16
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_an_engine_without_logprobs_fails_the_self_check(tmp_path: Path) -> None
         def generate(self, prompt_ids: list[list[int]], sampling: Any) -> Rollout:
             return Rollout([[5] for _ in prompt_ids], ["stop" for _ in prompt_ids])
 
-    with pytest.raises(RuntimeError, match=r"self-check: .*sampler_logprobs"):
+    with pytest.raises(RuntimeError, match=r"self-check: .*Rollout\.sampler_logprobs"):
         make_trainer(tmp_path, engine=Bare()).train()
 
 
