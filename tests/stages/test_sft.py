@@ -94,6 +94,16 @@ def test_a_run_writes_its_records(tmp_path: Path) -> None:
         sft(config)
 
 
+def test_a_run_resumes_without_an_option_that_had_no_effect(tmp_path: Path) -> None:
+    """lora_alpha has no effect without lora_rank; with it, it must stay the same."""
+    options: dict[str, Any] = {"epochs": 1, "checkpoint_interval": 1}
+    options |= {"model": tiny.saved_model(tmp_path / "base")}
+    sft(sft_config(tmp_path, **options, lora_alpha=8.0))
+    sft(sft_config(tmp_path, **options, resume=True))
+    with pytest.raises(ValueError, match="lora_alpha was 8"):
+        sft(sft_config(tmp_path, **options, lora_rank=2, lora_alpha=16.0, resume=True))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_ends_in_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """After an interruption one step past a checkpoint, that step is repeated."""
