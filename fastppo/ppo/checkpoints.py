@@ -112,20 +112,10 @@ class Checkpoints:
         saved: called after each checkpoint.
     """
 
-    def __init__(
-        self,
-        ppo: PPO,
-        *,
-        saved: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, ppo: PPO, *, saved: Callable[[], None] = lambda: None) -> None:
+        self.ppo = ppo
         self.config = ppo.config
         self.state = ppo.state
-        self.model = ppo.model
-        self.optimizer = ppo.optimizer
-        self.reference = ppo.reference
-        self.engine = ppo.engine
-        self.value_head = ppo.value_head
-        self.say = ppo.reporter.say
         self.saved = saved
         self.world = ppo.world
         self.run_dir = Path(self.config.output_dir)
@@ -150,7 +140,7 @@ class Checkpoints:
         if requested or is_due:
             self.save()
         if requested:
-            self.say(f"checkpoint {self.newest}")
+            self.ppo.say(f"checkpoint {self.newest}")
 
     def save(self) -> Path:
         """Write a checkpoint and return its path.
@@ -161,18 +151,18 @@ class Checkpoints:
         path = checkpoint.path_of(self.run_dir, self.state.iteration)
         checkpoint.write(
             path,
-            self.model,
-            self.optimizer,
+            self.ppo.model,
+            self.ppo.optimizer,
             {
                 **self.state.state_dict(),
-                "engine": self.engine.state_dict(),
-                "scaler": self.optimizer.loss_scale_state(),
+                "engine": self.ppo.engine.state_dict(),
+                "scaler": self.ppo.optimizer.loss_scale_state(),
             },
             world=self.world,
             run=self.identity,
             best=self._best(),
-            reference=None if self.reference is None else self.reference.state_dict(),
-            value_regression=self.value_head.tensors(),
+            reference=None if self.ppo.reference is None else self.ppo.reference.state_dict(),
+            value_regression=self.ppo.value_head.tensors(),
         )
         self.newest = path
         self._iteration = self.state.iteration
@@ -187,10 +177,10 @@ class Checkpoints:
 
     def save_policy(self, tokenizer: Any, directory: Path) -> None:
         """Write the policy as transformers loads it, and the value function next to it."""
-        with unsharded(self.model):
+        with unsharded(self.ppo.model):
             value_function = directory.parent / "value_function.safetensors"
             self.world.on_main_rank(
-                lambda: export(self.model, tokenizer, directory, value_function)
+                lambda: export(self.ppo.model, tokenizer, directory, value_function)
             )
 
     def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
@@ -204,12 +194,12 @@ class Checkpoints:
             best = self.world.on_main_rank(lambda: self._whole_best(metric))
         if best is None or self.newest is None:
             return None
-        checkpoint.load_policy(best, self.model)
+        checkpoint.load_policy(best, self.ppo.model)
         try:
-            with unsharded(self.model):
-                self.world.on_main_rank(lambda: export(self.model, tokenizer, directory))
+            with unsharded(self.ppo.model):
+                self.world.on_main_rank(lambda: export(self.ppo.model, tokenizer, directory))
         finally:
-            checkpoint.load_policy(self.newest, self.model)
+            checkpoint.load_policy(self.newest, self.ppo.model)
         return best
 
     def _whole_best(self, metric: str) -> Path | None:
@@ -220,7 +210,7 @@ class Checkpoints:
         try:
             manifest.read(best)
         except manifest.DamagedError as error:
-            self.say(f"no policy-best: {error}")
+            self.ppo.say(f"no policy-best: {error}")
             return None
         return best
 
@@ -250,7 +240,7 @@ class Checkpoints:
         ended = f"; the run had ended: {reason}" if reason else ""
         if self.state.iteration >= self.config.iterations:
             ended = "; the run is complete, a larger --iterations continues it"
-        self.say(f"resuming from {newest.path}{ended}")
+        self.ppo.say(f"resuming from {newest.path}{ended}")
         return True
 
     def _check_optimizer(self, newest: manifest.Newest) -> None:
@@ -265,13 +255,13 @@ class Checkpoints:
                 )
 
     def _load(self, path: Path) -> None:
-        saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
+        saved_state, saved_reference = checkpoint.load(path, self.ppo.model, self.ppo.optimizer)
         self.state.load_state_dict(saved_state)
-        self.optimizer.load_loss_scale(saved_state["scaler"])
-        self.engine.load_state_dict(saved_state["engine"])
-        self.value_head.load_tensors(checkpoint.load_value_regression(path))
-        if self.reference is not None:
-            self.reference.load_state_dict(saved_reference)
+        self.ppo.optimizer.load_loss_scale(saved_state["scaler"])
+        self.ppo.engine.load_state_dict(saved_state["engine"])
+        self.ppo.value_head.load_tensors(checkpoint.load_value_regression(path))
+        if self.ppo.reference is not None:
+            self.ppo.reference.load_state_dict(saved_reference)
 
     def _newest(self) -> manifest.Newest | None:
         return checkpoint.resumable(
@@ -294,7 +284,7 @@ class Checkpoints:
         if metric is None:
             return None
         if not self._best_metric:
-            self.say(
+            self.ppo.say(
                 f"checkpoint_best={metric}: absent from all iterations since the last checkpoint"
             )
             return Best(metric, None)
