@@ -468,7 +468,7 @@ def _restore_optimizer(
 def random_state() -> RandomState:
     """Return the current states of the generators."""
     tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on a CPU does not start the GPUs
         for i, device_state in enumerate(torch.cuda.get_rng_state_all()):
             tensors[f"cuda.{i}"] = device_state
     _, keys, position, has_gauss, gauss = np.random.get_state()
@@ -484,9 +484,9 @@ def random_state() -> RandomState:
 def restore_random_state(state: RandomState) -> None:
     """Restore the states that `random_state` returned."""
     torch.set_rng_state(state.tensors["torch"])
-    devices = [value for name, value in sorted(state.tensors.items()) if name.startswith("cuda.")]
-    if devices and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(devices)
+    for i in range(torch.cuda.device_count()):  # the run may have had more GPUs, or fewer
+        if f"cuda.{i}" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors[f"cuda.{i}"], i)
     position, has_gauss, gauss = state.record["numpy"]
     keys = state.tensors["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, gauss))

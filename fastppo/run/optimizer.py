@@ -107,10 +107,13 @@ class Optimizer:
         groups = {"grad_norm": [p for p in self.weights if id(p) not in self._critic]}
         if self._critic:
             groups["value_grad_norm"] = [p for p in self.weights if id(p) in self._critic]
-        return {
-            name: full_tensor(nn.utils.clip_grad_norm_(weights, max_norm))
-            for name, weights in groups.items()
-        }
+        norms = {}
+        for name, weights in groups.items():
+            norm = full_tensor(nn.utils.clip_grad_norm_(weights, max_norm))
+            # Without gradients, as of a policy while only the critic trains, torch's zero is on the
+            # CPU.
+            norms[name] = norm.to(weights[0].device) if weights else norm
+        return norms
 
     def step(self, numbers: Mapping[str, float] | None = None) -> bool:
         """Take a step, unless one of the step's numbers is not finite.

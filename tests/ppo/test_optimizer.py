@@ -18,7 +18,7 @@ from fastppo.models.value import critic_of_policy
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.optimizer import schedule
-from runs import make_trainer
+from runs import adamw, make_trainer
 
 
 def _model(kind: str = "shared") -> ActorCritic:
@@ -234,3 +234,10 @@ def test_eight_bit_moments_survive_a_resume(tmp_path: Path) -> None:
         cut.train()
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_norm_of_no_gradients_is_on_the_device_of_the_weights() -> None:
+    """As while only the critic trains: numbers of two devices cannot be read in one transfer."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2, device="meta"))
+    norms = adamw([{"params": [weight]}]).clip_gradients(1.0)
+    assert norms["grad_norm"].device == weight.device

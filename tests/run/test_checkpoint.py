@@ -11,6 +11,7 @@ import torch
 
 from fastppo.data.world import World
 from fastppo.run import checkpoint, shards
+from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.optimizer import Optimizer
 from runs import adamw
 
@@ -141,3 +142,22 @@ def test_shards_of_another_model_are_refused(key: str, found: str, tmp_path: Pat
     shards.write(shards.state_of(model, optimizer, {}) | {key: torch.zeros(1, 3)}, path)
     with pytest.raises(ValueError, match=found):
         checkpoint.load(path, model, optimizer)
+
+
+def test_a_run_resumes_on_a_machine_with_fewer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GPU gets its own state, also with more than ten of them."""
+    before = random_state()
+    gpus = {f"cuda.{i}": torch.tensor([i], dtype=torch.uint8) for i in range(11)}
+    restored: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: restored.update({device: int(state[0])})
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_rng_state_all",
+        lambda states: [torch.cuda.set_rng_state(state, i) for i, state in enumerate(states)],
+    )
+    restore_random_state(before._replace(tensors=before.tensors | gpus))
+    assert restored == {0: 0, 1: 1, 2: 2}
