@@ -157,7 +157,7 @@ def test_a_full_disk_or_truncated_code_compiles_again(loops: Path) -> None:
 def test_cached_code_gives_the_same_bits_as_compiled_code(tmp_path: Path) -> None:
     """A part that is called but not inlined would be compiled alone and with the loop, with two
     orders of its sums, depending on what was compiled before."""
-    paths = f"{processes.PATHS}{os.pathsep}{processes.ROOT / 'tests'}"
+    paths = f"{processes.PATHS}{os.pathsep}{processes.ROOT / 'tests' / 'helpers'}"
 
     def logprobs() -> str:
         return processes.python(
