@@ -51,9 +51,8 @@ class Wandb(Tracker):
     def samples(self, number: int, samples: Sequence[dict[str, Any]]) -> None:
         """Log a table of samples."""
         columns, rows = table(samples)
-        self._wandb.log(
-            {"samples": self._wandb.Table(columns=columns, data=rows), STEP: number + 1}
-        )
+        logged = self._wandb.Table(columns=list[str | int](columns), data=rows)
+        self._wandb.log({"samples": logged, STEP: number + 1})
 
     def close(self) -> None:
         """Finish the run, unless it was open before."""
