@@ -56,6 +56,8 @@ from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout
 from fastppo.run.watch import rollout_health
 
+import os
+DETACH = os.environ.get("X_DETACH", "1") == "1"
 Result = TypeVar("Result")
 
 
@@ -183,7 +185,6 @@ class PPO:
             scores,
             config,
             coefficients,
-            usual_scores=state.usual_scores,
             function=self.parts.functions.get("advantage"),
         )
         metrics = experience_metrics(experience, config) | metrics | mismatch
@@ -251,7 +252,8 @@ class PPO:
         trains_policy = micro.trained.policy
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
-            hidden, values, value_states = self.model(layout, detach_values=not trains_policy)
+            detach = not trains_policy or (DETACH and self.config.fits_value_head)
+            hidden, values, value_states = self.model(layout, detach_values=detach)
             with torch.set_grad_enabled(trains_policy):
                 policy = self.policy_loss(hidden, layout, micro, coefficients)
             value, value_clipped = value_loss(values, micro, coefficients)
