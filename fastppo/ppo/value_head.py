@@ -1,9 +1,14 @@
 """How the value head is trained: by the optimizer, in closed form, or with extra critic epochs.
 
-`GradientHead` leaves the value function to the loss of the update. `ClosedFormHead` observes the
-states and returns of an epoch's microbatches and solves a regression for the head after the update
-(`fastppo.ppo.value_regression`). `ExtraCriticEpochs` trains a separate critic for some epochs
-before each update.
+`GradientHead` leaves the value function to the value loss of the update. The head learns in units
+of σ, the deviation of the returns: its output is multiplied by σ, and the loss divided by σ². When
+σ changes, the weights are rescaled so that the values stay. Neither the clipping of the gradient
+nor Adam's step then depends on the scale of the rewards. `ClosedFormHead` observes the states and
+returns of an epoch's microbatches and solves a regression for the head after the update
+(`fastppo.ppo.value_regression`); it needs no value loss, and nothing of it reaches the policy's
+trunk. `ExtraCriticEpochs` trains a separate critic for some epochs before each update.
+
+Source of the scale: van Hasselt et al. 2016 (PopArt, arXiv:1602.07714), here without the shift.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.microbatches import Limits
+from fastppo.models.sharding import local_part
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
@@ -21,14 +27,51 @@ from fastppo.ppo.out_of_memory import MicrobatchLimits
 from fastppo.ppo.parts import Parts
 from fastppo.ppo.value_regression import ValueRegression
 
+SCALE_DECAY = 0.8
+"""Factor on a batch's weight in σ at each later update, as in the closed form."""
+
+NEGLIGIBLE = 1e-10
+"""A variance below this share of the mean square is rounding error."""
+
 
 class GradientHead:
     """The optimizer trains the value head with the value loss of the update."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
 
+    has_loss = True
+    """Whether the value loss is a part of the update's loss."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.moments: Tensor | None = None
+        """Count, sum and sum of squares of the returns so far, decayed, [3] fp64."""
+
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
-        """Start an update."""
+        """Start an update, and set σ by the returns of its experience and those before it."""
+        returns = experience.returns.double()
+        count = torch.ones_like(returns)
+        batch = torch.stack([count, returns, returns.square()]).sum(1)
+        self.moments = batch if self.moments is None else SCALE_DECAY * self.moments + batch
+        self._set_scale()
+
+    @torch.no_grad()
+    def _set_scale(self) -> None:
+        assert self.moments is not None
+        count, total, squares = self.moments
+        mean_square = squares / count
+        variance = mean_square - (total / count).square()
+        # Equal returns have their size as the scale, and returns of 0 leave it as it is.
+        variance = torch.where(variance > NEGLIGIBLE * mean_square, variance, mean_square)
+        value_function = self.parts.model.value_function
+        before = value_function.scale.clone()
+        value_function.scale.copy_(torch.where(variance > 0, variance.sqrt(), before.double()))
+        for weight in value_function.head.parameters():
+            local_part(weight).mul_(before / value_function.scale)
+
+    def loss(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        """Return the term of the loss, 0-d, of the value loss in squared reward units."""
+        return coefficients.vf_coef * value / self.parts.model.value_function.scale.square()
 
     def begin_epoch(self, epoch: int) -> None:
         """Start an epoch of the update, counted from 0."""
@@ -52,10 +95,16 @@ class GradientHead:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint."""
-        return {}
+        if self.moments is None:
+            return {}
+        return {"return_moments": self.moments, "scale": self.parts.model.value_function.scale}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `tensors` returned."""
+        if tensors:
+            scale = self.parts.model.value_function.scale
+            self.moments = tensors["return_moments"].to(scale.device)
+            scale.copy_(tensors["scale"])
 
 
 class ClosedFormHead(GradientHead):
@@ -64,12 +113,17 @@ class ClosedFormHead(GradientHead):
     It observes the update's last epoch, or each epoch if any may turn out to be the last.
     """
 
+    has_loss = False
+
     def __init__(self, config: PPOConfig, parts: Parts) -> None:
-        self.parts = parts
+        super().__init__(parts)
         self.regression = ValueRegression()
         self.first_epoch = 0 if config.early_stop_kl is not None else config.ppo_epochs - 1
         self._observes = False
         self._kept: Tensor | None = None
+
+    def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        """Start an update. The regression has no scale to learn."""
 
     def begin_epoch(self, epoch: int) -> None:
         self._observes = epoch >= self.first_epoch
@@ -111,12 +165,13 @@ class ExtraCriticEpochs(GradientHead):
     def __init__(
         self, config: PPOConfig, parts: Parts, limits: MicrobatchLimits, *, epochs: int
     ) -> None:
+        super().__init__(parts)
         self.config = config
-        self.parts = parts
         self.limits = limits
         self.epochs = epochs
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        super().begin_update(experience, coefficients)
         for _ in range(self.epochs if experience.trained.value else 0):
             order = torch.randperm(len(experience))
             for minibatch in experience.minibatches(
@@ -136,7 +191,7 @@ class ExtraCriticEpochs(GradientHead):
                 with model.autocast():
                     values = model.values(layout, layout.predicting)
                 value, _ = value_loss(values, micro, coefficients)
-                optimizer.backward(coefficients.vf_coef * value)
+                optimizer.backward(self.loss(value, coefficients))
 
         self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch))
         norms = to_floats(optimizer.clip_gradients(self.config.max_grad_norm))
@@ -153,4 +208,4 @@ def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -
         return ClosedFormHead(config, parts)
     if config.critic_only_epochs:
         return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
-    return GradientHead()
+    return GradientHead(parts)
