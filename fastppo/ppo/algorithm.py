@@ -257,8 +257,7 @@ class PPO:
                 policy = self.policy_loss(hidden, layout, micro, coefficients)
             value, value_clipped = value_loss(values, micro, coefficients)
         loss = policy.loss if trains_policy else torch.zeros_like(value)
-        if self.value_head.has_loss:
-            loss = loss + self.value_head.loss(value, coefficients)
+        loss = loss + self.value_head.loss(value, coefficients)
         sums = LossSums(
             policy=policy.sums,
             loss=loss.detach(),
