@@ -75,20 +75,34 @@ def test_the_tables_of_the_page_follow_from_the_kept_curves(
         assert f"{rewards} |" in page
 
 
-def test_the_tables_of_auto_follow_from_the_kept_curves(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
-    learning_rate.print_grid(learning_rate.read(learning_rate.RESULTS))
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10
-    for row in rows:
-        assert row in page
+def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: Path) -> None:
+    store = learning_rate.Store(tmp_path, tmp_path)
+    ends = {"auto": 0.6, "1e-4": 0.5, "1e-3": 0.8}
+    for setting, end in ends.items():
+        run = learning_rate.Run("bandit", setting, 0)
+        # A batch of 1e-4 takes half the time; its reward at the time of the others is lower.
+        seconds = 0.5 if setting == "1e-4" else 1.0
+        rows = [
+            {"judged": end if i >= 8 else 0.7, "deviation": 0.4, "size": 64, "seconds": seconds * i}
+            for i in range(1, 16)
+        ]
+        run.path(tmp_path).parent.mkdir(exist_ok=True)
+        run.path(tmp_path).write_text(json.dumps(rows))
+    records = store.read(learning_rate.grid(["bandit"], list(ends), 1))
+    (comparison,) = learning_rate.compare(records)
+    assert comparison.best == "1e-3"
+    assert comparison.share("auto") == pytest.approx(0.75)
+    # Two standard errors of 64 responses are 0.1.
+    assert comparison.below == {"auto": 0, "1e-4": 1, "1e-3": 0}
+    (timed,) = learning_rate.compare(learning_rate.at_equal_time(records))
+    assert timed.best == "1e-3" or timed.mean("1e-3") == pytest.approx(0.7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
-        ("learning_rate", [], ["| key-and-door, 64 |", "best fixed rate"]),
+        ("learning_rate", [], ["| bandit |", "share, equal CPU time", "lowest share"]),
         ("critic", [], ["| critic, closed form |", "| GRPO |", "form, ahead of |", "| seeds lost"]),
         ("critic", ["--task", "key-and-door"], ["| RLOO |", "PPO: correlation of the advant"]),
     ],
