@@ -147,7 +147,7 @@ def make_trainer(run: Run, models: Path, output: str) -> tuple[PPOTrainer, Calla
 
     def judged(metrics: dict[str, float]) -> tuple[float, float]:
         if judge is None:
-            return metrics["reward"], metrics["reward_std"]
+            return metrics[setup.metric], metrics["reward_std"]
         return judge.mean, judge.deviation
 
     return trainer, judged
@@ -206,13 +206,13 @@ class Store(NamedTuple):
         """Make the missing runs in `jobs` processes."""
         missing = [run for run in runs if not run.path(self.of(run)).exists()]
         models = self.fixed / "models"
-        for task, seed in dict.fromkeys((run.task, run.seed) for run in missing):
-            TASKS[task].setup(models, seed)  # prepares data and model
         todo = [(run, self.of(run), models) for run in missing]
         if jobs == 1:
             for each in todo:
                 make_records(*each)
         else:
+            for task, seed in dict.fromkeys((run.task, run.seed) for run in missing):
+                TASKS[task].setup(models, seed)  # prepares data and model once
             with multiprocessing.get_context("spawn").Pool(jobs) as pool:
                 pool.starmap(make_records, todo, chunksize=1)
 

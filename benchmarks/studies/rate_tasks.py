@@ -75,7 +75,9 @@ class Setup:
     parts: dict[str, Any] = field(default_factory=dict)
     """Keywords of `PPOTrainer`."""
     judge: Judge | None = None
-    """The judged reward; by default the one that is trained on."""
+    """The judged reward; by default `metric`."""
+    metric: str = "reward"
+    """The metric that is judged without a judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
