@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -74,6 +75,9 @@ LENGTHS = {"short": 15, "long": 60}
 
 KEPT = ("kl", "approx_kl", "update_kl", "target_kl", "learning_rate", "undone", "entropy")
 """Metrics of an iteration to save, besides the judged reward and the CPU time."""
+
+PLOTTED = ("judged", "deviation", "seconds", "learning_rate", "update_kl", "undone")
+"""Metrics to keep in the repository; for fixed rates the first three."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "the defaults": {},
@@ -273,9 +277,10 @@ class Comparison:
         return max((name for name in FIXED if name in self.results), key=self.mean)
 
     def share(self, auto: str) -> float:
-        """Return the share of the best fixed rate that `auto` reaches."""
+        """Return the share of the best fixed rate that `auto` reaches, NaN if that is no gain."""
         origin = self.start if TASKS[self.task].is_signed else 0.0
-        return (self.mean(auto) - origin) / (self.mean(self.best) - origin)
+        gain = self.mean(self.best) - origin
+        return (self.mean(auto) - origin) / gain if gain > 0 else math.nan
 
 
 def compare(records: dict[Run, Records]) -> list[Comparison]:
@@ -307,7 +312,7 @@ def print_comparison(records: dict[Run, Records], auto: str) -> None:
                 continue
             timed = of_time[each.task]
             for name, comparison in (("iterations", each), ("CPU time", timed)):
-                shares[name].append(comparison.share(auto))
+                shares[name] += [x for x in [comparison.share(auto)] if not math.isnan(x)]
                 below[name] += comparison.below[auto]
             cells = [
                 _cell(each, setting) if setting in each.results else "not run"
@@ -369,7 +374,35 @@ def draw(records: dict[Run, Records], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-# ---------------------------------------------------------------------------------------- the study
+def keep(records: dict[Run, Records], auto: str, path: Path) -> None:
+    """Write the curves of the runs to a file, in place of those of the same tasks."""
+    kept_tasks = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    tasks: dict[str, Any] = {}
+    for run, rows in records.items():
+        names = PLOTTED if run.setting == auto else PLOTTED[:3]
+        curves = {name: [row.get(name) for row in rows] for name in names}
+        setting = AUTO if run.setting == auto else run.setting
+        seeds = tasks.setdefault(run.task, {}).setdefault(setting, {})
+        seeds[str(run.seed)] = curves | {"size": rows[0]["size"]}
+    path.write_text(json.dumps(kept_tasks | tasks), encoding="utf-8")
+
+
+def read(path: Path, half: str) -> dict[Run, Records]:
+    """Return the records of a half of the tasks that `keep` wrote."""
+    records = {}
+    kept_tasks = json.loads(path.read_text("utf-8"))
+    for task in HALVES[half]:
+        for setting, seeds in kept_tasks.get(task, {}).items():
+            for seed, curves in seeds.items():
+                size = curves.pop("size")
+                rows = zip(*curves.values(), strict=True)
+                records[Run(task, setting, int(seed))] = [
+                    dict(zip(curves, row, strict=True)) | {"size": size} for row in rows
+                ]
+    return records
+
+
+# --------------------------------------------------------------------------------------- the study
 
 
 def grid(tasks: Sequence[str], settings: Sequence[str], seeds: int) -> list[Run]:
@@ -400,6 +433,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--label", default="", help="the name of this version of auto")
     parser.add_argument("--fixed", type=Path, help="folder of the fixed rates' runs and the models")
     parser.add_argument("--report", action="store_true", help="print what exists, train nothing")
+    parser.add_argument("--keep", action="store_true", help=f"also write {RESULTS.name}")
     parser.add_argument("--defaults", action="store_true", help="vary the defaults of the update")
     return parser.parse_args(arguments)
 
@@ -422,6 +456,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_comparison(records, auto)
     options.directory.mkdir(parents=True, exist_ok=True)
     draw(records, options.directory / "learning-rate.png")
+    if options.keep:
+        keep(records, auto, RESULTS)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.studies import critic, learning_rate, recipe_curves
+from benchmarks.training import iterate
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
@@ -96,6 +97,32 @@ def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: 
     assert comparison.below == {"auto": 0, "1e-4": 1, "1e-3": 0}
     (timed,) = learning_rate.compare(learning_rate.at_equal_time(records))
     assert [timed.mean(setting) for setting in ends] == pytest.approx([0.7, 0.5, 0.7])
+
+
+def test_runs_of_the_study_of_the_rate_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(learning_rate.LENGTHS, "long", 5)
+    flags = [str(tmp_path), "--tasks", "bandit", "--settings", "auto", "1e-3", "--seeds", "1"]
+    learning_rate.main([*flags, "--label", "new"])
+    printed = capsys.readouterr().out
+    assert "| bandit |" in printed
+    records = json.loads((tmp_path / "bandit" / "auto-new-0.json").read_text())
+    assert len(records) == 5
+    assert {"judged", "seconds", "approx_kl", "update_kl", "learning_rate", "undone"} <= set(records[-1])
+    assert (tmp_path / "bandit" / "1e-3-0.json").exists()
+    monkeypatch.setattr(learning_rate, "trained", None)
+    learning_rate.main([*flags, "--label", "new"])
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("task", ["needle", "dense", "bandit"])
+def test_a_task_from_random_weights_trains(task: str, tmp_path: Path) -> None:
+    run = learning_rate.Run(task, "1e-3", 0)
+    trainer, judged = learning_rate.make_trainer(run, tmp_path, str(tmp_path / "unused"))
+    mean, deviation = judged(iterate(trainer))
+    assert 0 <= mean <= 0.5
+    assert deviation >= 0
 
 
 @pytest.mark.slow
