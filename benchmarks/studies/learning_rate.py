@@ -70,6 +70,9 @@ TASKS = {name: task for half in HALVES.values() for name, task in half.items()}
 BATCH = 64
 """Responses of a batch, unless the task says otherwise."""
 
+MICROBATCH = 256
+"""Sequences per pass: every minibatch in one, which is faster and changes only the rounding."""
+
 LENGTHS = {"short": 15, "long": 60}
 """Iterations of the two lengths of a run; the first is the beginning of the second."""
 
@@ -134,6 +137,7 @@ def make_trainer(run: Run, models: Path, output: str) -> tuple[PPOTrainer, Calla
     setup = TASKS[run.task].setup(models, run.seed)
     common: dict[str, Any] = {
         "rollout_batch_size": BATCH,
+        "microbatch_size": MICROBATCH,
         "iterations": LENGTHS["long"],
         "output_dir": output,
         "warn_if": [],
