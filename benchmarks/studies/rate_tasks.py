@@ -1,6 +1,6 @@
 """Define the tasks on which the constants of `learning_rate: auto` may be chosen.
 
-Five tasks are those of earlier studies. The others are small: models of 10,000 to 40,000 weights
+Five tasks are those of earlier studies. The others are small: models of 10,000 to 140,000 weights
 over letters, with random weights or fine-tuned in seconds. Each has a difficulty of its own: rare
 success, noise, outliers, large rewards, many dense rewards, long responses with a single choice. A
 task sets its models, prompts, rewards, lengths and KL coefficient, and where its comment says so
@@ -24,7 +24,6 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.studies.common import CONSOLE, demo_stages
 from benchmarks.studies.key_and_door import key_and_door
-from benchmarks.studies.letters import letters
 from fastppo.data.datasets import Rows
 from fastppo.demo.run import ppo_config
 from fastppo.demo.task import gold_reward
@@ -118,11 +117,6 @@ def arithmetic(models: Path, seed: int) -> Setup:
     return Setup(options={name: written[name] for name in TASK_OPTIONS if name in written})
 
 
-def reverse(models: Path, seed: int) -> Setup:
-    """Four letters in reverse, 0/1, with the default KL coefficient."""
-    return Setup(options=task_options(letters("reverse", models, {"seed": seed})))
-
-
 # ------------------------------------------------------------------------------------ small models
 
 
@@ -138,7 +132,15 @@ def random_model(folder: Path, seed: int, symbols: str, *, hidden: int, context:
 
 
 def taught_model(
-    folder: Path, seed: int, symbols: str, rows: Rows, *, hidden: int, context: int, epochs: int
+    folder: Path,
+    seed: int,
+    symbols: str,
+    rows: Rows,
+    *,
+    hidden: int,
+    context: int,
+    epochs: int,
+    layers: int = 1,
 ) -> str:
     """Return the folder of a model that was fine-tuned on demonstrations."""
     if not (folder / "config.json").exists():
@@ -156,7 +158,7 @@ def taught_model(
                 seed=seed,
                 device="cpu",
             ),
-            model=LlamaForCausalLM(model_config(hidden, 1, len(tokenizer), context)),
+            model=LlamaForCausalLM(model_config(hidden, layers, len(tokenizer), context)),
             tokenizer=tokenizer,
             rows=rows,
             console=CONSOLE,
@@ -231,6 +233,40 @@ def needle(models: Path, seed: int) -> Setup:
     ]
     reward = as_reward(lambda completion, words: completion in words)
     return small_setup(model, prompts * 64, reward, 3, rollout_batch_size=256)
+
+
+def reverse(models: Path, seed: int) -> Setup:
+    """Four letters in reverse, 0/1, with the default KL coefficient; half right at the start."""
+    draw = random.Random(seed)
+
+    def spoiled(answer: str) -> str:
+        place = draw.randrange(len(answer))
+        return answer[:place] + draw.choice("abcdefgh") + answer[place + 1 :]
+
+    rows = [
+        {"prompt": row["prompt"], "answer": row["word"][::-1]}
+        for row in pairs("abcdefgh", 4, 1500, seed)
+    ]
+    demonstrations = [
+        {
+            "prompt": row["prompt"],
+            "completion": row["answer"] if draw.random() < 0.5 else spoiled(row["answer"]),
+        }
+        for row in rows
+        for _ in range(4)
+    ]
+    model = taught_model(
+        models / f"reverse-{seed}",
+        seed,
+        SYMBOLS,
+        demonstrations,
+        hidden=64,
+        layers=2,
+        context=16,
+        epochs=8,
+    )
+    reward = as_reward(lambda completion, answer: completion == answer)
+    return small_setup(model, rows, reward, 6, kl_coef=0.05)
 
 
 def dense(models: Path, seed: int) -> Setup:
