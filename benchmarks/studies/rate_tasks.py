@@ -1,6 +1,6 @@
 """Define the tasks on which the constants of `learning_rate: auto` may be chosen.
 
-Five tasks are those of earlier studies. The others are small: models of 10,000 to 140,000 weights
+Three tasks are those of earlier studies. The others are small: models of 10,000 to 140,000 weights
 over letters, with random weights or fine-tuned in seconds. Each has a difficulty of its own: rare
 success, noise, outliers, large rewards, many dense rewards, long responses with a single choice. A
 task sets its models, prompts, rewards, lengths and KL coefficient, and where its comment says so
