@@ -352,11 +352,11 @@ def test_combinations_are_refused(options: dict[str, Any], message: str) -> None
         PPOConfig(**options)
 
 
-@pytest.mark.parametrize(("responses", "expected"), [(16, 0.013), (64, 0.025), (256, 0.05)])
+@pytest.mark.parametrize(("responses", "expected"), [(16, 0.01), (64, 0.02), (256, 0.04)])
 def test_step_kl_grows_with_the_batch_up_to_a_bound(responses: int, expected: float) -> None:
     config = PPOConfig(rollout_batch_size=responses)
     assert config.update_target == expected
-    assert replace(config, rollout_batch_size=4096).update_target == 0.05
+    assert replace(config, rollout_batch_size=4096).update_target == 0.04
     assert replace(config, learning_rate=1e-5).step_kl is None
     assert replace(config, step_kl=0.01).update_target == 0.01
     falling = replace(config, iterations=3, schedules=["step_kl=linear:0.001"])

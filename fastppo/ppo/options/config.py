@@ -128,7 +128,7 @@ class PPOConfig(
         """
         if self.step_kl is not None:
             return self.step_kl
-        return round(min(0.05, 0.025 * math.sqrt(self.rollout_batch_size / 64)), 3)
+        return round(min(0.04, 0.02 * math.sqrt(self.rollout_batch_size / 64)), 3)
 
     @property
     def entropy_target(self) -> float | None:

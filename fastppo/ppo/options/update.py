@@ -222,8 +222,8 @@ class OptimizerOptions(Options):
     step_kl: float | None = option(
         None,
         "Target KL of an update to the rollout policy at an entropy of one nat, both per token; it "
-        "grows with the square root of the entropy. The default is 0.025 for a rollout_batch_size "
-        "of 64, and grows with its square root up to 0.05",
+        "grows with the square root of the entropy. The default is 0.02 for a rollout_batch_size "
+        "of 64, and grows with its square root up to 0.04",
         above=0,
         needs="learning_rate=auto",
     )
