@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -90,15 +91,24 @@ def place() -> str:
 def _place_in(frame: FrameType | None) -> str | None:
     library = ""
     while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
-        if "site-packages" in parts:
-            inside = parts[len(parts) - parts[::-1].index("site-packages") :]
-            if not library and inside[0] in LIBRARIES:
-                library = f" < {'/'.join(inside)}:{frame.f_lineno}"
-        else:
-            for package in PACKAGES:
-                if package in parts[:-1]:
-                    inside = parts[len(parts) - 1 - parts[::-1].index(package) :]
-                    return f"{'/'.join(inside)}:{frame.f_lineno}{library}"
+        kind, name = _file(frame.f_code.co_filename)
+        if kind == "project":
+            return f"{name}:{frame.f_lineno}{library}"
+        if kind == "library" and not library:
+            library = f" < {name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+@functools.cache
+def _file(path: str) -> tuple[str, str]:
+    """Return whether a file belongs to the project or to a library, and its short name."""
+    parts = Path(path).parts
+    if "site-packages" in parts:
+        inside = parts[len(parts) - parts[::-1].index("site-packages") :]
+        return ("library" if inside[0] in LIBRARIES else "other"), "/".join(inside)
+    for package in PACKAGES:
+        if package in parts[:-1]:
+            begin = len(parts) - 1 - parts[::-1].index(package)
+            return "project", "/".join(parts[begin:])
+    return "other", path

@@ -14,6 +14,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
@@ -432,6 +433,23 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& x, double p, std::option
   Tensor mask = at::empty(x.sizes(), at::kBool).bernoulli_(1 - p, host_generator(std::nullopt));
   return {to_gpu(values * mask * (p == 1 ? 0.0 : 1 / (1 - p))), to_gpu(mask)};
 }
+
+// Which attention an H100 takes: flash without a mask (0 to 2 are torch.nn.attention.SDPBackend),
+// the efficient kernel with one, torch's plain operations where neither can.
+int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor&,
+                         const std::optional<Tensor>& mask, double dropout, bool,
+                         std::optional<double>, bool enable_gqa) {
+  constexpr int64_t kMath = 0, kFlash = 1, kEfficient = 2;
+  if (mask && mask->defined() && !on_gpu(*mask)) refuse("scaled_dot_product_attention");
+  if (query.dim() != 4 || dropout > 0) return kMath;
+  const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  const bool has_mask = mask && mask->defined();
+  if (is_half && !has_mask && query.size(3) <= 256) return kFlash;
+  const bool is_aligned = query.size(3) % (is_half ? 8 : 4) == 0;
+  const bool is_grouped = enable_gqa && query.size(1) != key.size(1);
+  return is_grouped || !is_aligned ? kMath : kEfficient;
+}
+const int chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_choice), 0);
 
 // Operations whose kernels above or in torch do not depend on the device.
 const std::unordered_set<std::string>& registered_here() {

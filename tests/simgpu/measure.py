@@ -74,9 +74,9 @@ def small_llama(layers: int) -> Any:
 
 def costs(layers: int, options: Mapping[str, Any]) -> dict[str, Cost]:
     """Return the cost of each phase of a second iteration, and of a decoded token."""
-    import runs
     import tiny
 
+    import runs
     from benchmarks.training import iterate
 
     found = {}

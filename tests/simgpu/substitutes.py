@@ -5,6 +5,7 @@ Each checks its operands as CUDA's does, is one launch, and computes in fp32 on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,6 @@ from torch import Tensor
 
 from tests.simgpu.counts import counts
 
-MATH, FLASH, EFFICIENT = range(3)
-"""Values of `torch.nn.attention.SDPBackend`."""
-
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -23,7 +21,6 @@ def register() -> None:
     """Register the operations; they stay until the process ends."""
     library = torch.library.Library("aten", "IMPL")
     kernels: dict[str, Callable[..., Any]] = {
-        "_fused_sdp_choice": _fused_sdp_choice,
         "_scaled_dot_product_flash_attention": _sdpa_flash,
         "_scaled_dot_product_flash_attention_backward": _sdpa_flash_backward,
         "_scaled_dot_product_efficient_attention": _sdpa_efficient,
@@ -81,27 +78,6 @@ def _gradients(
 
 def _future(rows: int, columns: int) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool).triu(1)
-
-
-def _fused_sdp_choice(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> int:
-    """Choose as torch does on an H100: flash without a mask, else the efficient kernel."""
-    _check_on_gpu("scaled_dot_product_attention", query, key, value, attn_mask)
-    if query.dim() != 4 or dropout_p:
-        return MATH
-    is_half = query.dtype in HALF and query.shape[-1] <= 256
-    if is_half and attn_mask is None and not (query.requires_grad and query.shape[-1] > 256):
-        return FLASH
-    return MATH if enable_gqa or query.shape[-1] % 4 else EFFICIENT
 
 
 def _grouped(k: Tensor, q: Tensor, dim: int) -> Tensor:
@@ -225,7 +201,7 @@ def _rows(
     left, right = window
     rows = []
     edges = _host(cu_q).tolist()
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in itertools.pairwise(edges):
         one = slice(begin, end)
         tensors = [_host(x)[one].float().transpose(0, 1) for x in (q, k, v)]
         tensors[1:] = [_grouped(x, tensors[0], 0) for x in tensors[1:]]
