@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastppo.models.cache import GrowingCache
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import last_states
+from fastppo.models.trunk import last_states, trunk_of
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw_next, scratch_for
 from fastppo.rollout.prompts import check_prompts, distinct, padded_left
@@ -159,7 +159,7 @@ class _LiveRows:
         device = policy.device
         self.sampling = sampling
         self.uniforms = uniforms
-        self.trunk: Any = policy.causal_lm.base_model
+        self.trunk: Any = trunk_of(policy.causal_lm)
         self.head = policy.head
         self.cache = GrowingCache(policy.config, policy.compute_dtype)
         self.live = torch.arange(len(prompt_ids), device=device)
