@@ -28,6 +28,7 @@ def add_adapters(
 
     Raises:
         ImportError: peft is not installed.
+        ValueError: two adapted layers share their weight, so that they cannot be merged.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -48,18 +49,37 @@ def add_adapters(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         # PEFT itself sets these for experts that share one tensor, by two names.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
-        return get_peft_model(model, config)
+        peft = get_peft_model(model, config)
+    _check_untied(model)
+    return peft
+
+
+def _check_untied(model: nn.Module) -> None:
+    """Raise ValueError if two adapted layers share their weight, as in Zamba."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            weight = getattr(module.get_base_layer(), "weight", None)
+            first = names.setdefault(id(weight), name)
+            if weight is not None and first != name:
+                raise ValueError(
+                    f"lora_rank: {type(model).__name__} has one weight for {first} and {name}, and "
+                    "two adapters cannot be merged into it; leave them out of lora_target_modules"
+                )
 
 
 def _not_adapted(model: nn.Module) -> list[str]:
     """Return the names of linear layers that would ignore adapters, or fail with them.
 
     Routers are linear layers that also return scores (Llama 4), or read their weight directly
-    (LongCat), as the mixers of Mamba read those of `dt_proj` and `out_proj`.
+    (LongCat), as the mixers of Mamba read those of `dt_proj` and `out_proj`. DeepSeek-V4 multiplies
+    groups of inputs.
     """
     names = []
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("Router"):
+        if type(module).__name__.endswith(("Router", "GroupedLinear")):
             names += [f"{name}.{child}".removesuffix(".") for child, _ in module.named_modules()]
         if hasattr(module, "A_log") and hasattr(module, "D"):
             names += [f"{name}.dt_proj", f"{name}.out_proj"]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fastppo_kernels.definition import WITHOUT_FP64
 from torch import Tensor
 
 from fastppo.models.cache import GrowingCache
@@ -99,7 +100,9 @@ class DecoderEngine(RolloutEngine):
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
         )
-        return uniforms[first : first + count].to(self.policy.device)
+        drawn = uniforms[first : first + count]
+        device = self.policy.device
+        return (drawn.float() if device.type in WITHOUT_FP64 else drawn).to(device)
 
     def _decode(self, rows: _LiveRows, sampling: Sampling, strings: StopStrings) -> Rollout:
         """Draw tokens until every row has ended or reached `max_new_tokens`."""

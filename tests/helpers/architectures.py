@@ -206,7 +206,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen4_exp_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": tiny.CONTEXT,
+        "indexer_compress_ratio": 4,
+    },
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {
         "block_types": ["recurrent", "attention"],
@@ -232,7 +239,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
         "adapter_rank": 4,
     },
-    "youtu": LATENT,
+    "youtu": {"pad_token_id": None, **LATENT},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 """Further values by type, where those of `TINY` do not fit: one layer of each kind in a hybrid
@@ -261,7 +268,13 @@ OTHER_KINDS = {
 models of the third group have types of their own, such as llama4_text."""
 
 
-NOTES: dict[str, str] = {}
+NOTES: dict[str, str] = {
+    "cpmant": "The self-check stops the run: no engine has the logprobs of the trainer.",
+    "modernbert-decoder": "A run stops at the start: there is a layer between trunk and lm-head.",
+    "zamba": "LoRA is refused: layers share their weights.",
+    "zamba2": "LoRA is refused: layers share their weights.",
+    "youtu": "Once loaded, the saved policy gives the padding token a logit of 0.",
+}
 """Notes on docs/models.md, by type."""
 
 
@@ -269,7 +282,7 @@ class Row(NamedTuple):
     """What a run does with an architecture."""
 
     engine: str
-    """`decoder` or `generate`; "" if it does not train."""
+    """`decoder`, or how `generate` works; "" if it does not train."""
     packing: str
     """`yes` or `no`."""
     lora: str
@@ -364,10 +377,17 @@ def examine(model_type: str, directory: Path) -> Row:
         loaded.packing = True
         assert_equal(loaded.response_logprobs(batch), padded)
     return Row(
-        engine="decoder" if isinstance(trainer.engine, DecoderEngine) else "generate",
+        engine=engine_name(trainer.engine),
         packing="yes" if packs else "no",
         lora=adapted_layers(model_type),
     )
+
+
+def engine_name(engine: Any) -> str:
+    """Return how the engine of a run works, on docs/models.md."""
+    if isinstance(engine, DecoderEngine):
+        return "decoder"
+    return "generate" + " by length" * engine.equal_lengths + ", no cache" * (not engine.use_cache)
 
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -380,7 +400,7 @@ def adapted_layers(model_type: str) -> str:
     causal_lm = model(model_type)
     try:
         add_adapters(causal_lm, rank=2, alpha=4.0)
-    except ValueError:
+    except ValueError:  # PEFT, or tied layers
         return ""
     tiny.stir_adapters(causal_lm)
     names = [
@@ -406,6 +426,6 @@ def page_rows(text: str) -> dict[str, Row]:
 
 def version_of(text: str) -> str:
     """Return the version of transformers on docs/models.md."""
-    match = re.search(r"transformers ([0-9.]+) has", text)
+    match = re.search(r"transformers ([0-9]+\.[0-9]+\.[0-9]+)", text)
     assert match is not None
     return match[1]

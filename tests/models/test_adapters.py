@@ -54,6 +54,12 @@ def test_adapters_of_other_layers_merge(model_type: str, adapted: str) -> None:
     assert architectures.adapted_layers(model_type) == adapted
 
 
+def test_adapters_on_tied_layers_are_refused() -> None:
+    """Zamba's attention blocks share one set of weights."""
+    with pytest.raises(ValueError, match="lora_target_modules"):
+        add_adapters(architectures.model("zamba2"), rank=2, alpha=4.0)
+
+
 def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
     """bf16 would round adapters of this size away."""
     model = tiny.model()
