@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
-from fastppo.models.trunk import states_at
+from fastppo.models.head import lm_head_of
+from fastppo.models.trunk import states_at, trunk_of
 
 ATTENTION = {"self_attn", "attn", "attention"}
 """Names of attention modules in transformers' decoders."""
@@ -95,8 +96,8 @@ class CriticValue(ValueFunction):
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     """Return a critic initialized with a copy of the policy's trunk."""
-    width = causal_lm.get_output_embeddings().weight.shape[1]
-    return CriticValue(copy.deepcopy(causal_lm.base_model), width)
+    width = lm_head_of(causal_lm).weight.shape[1]
+    return CriticValue(copy.deepcopy(trunk_of(causal_lm)), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:

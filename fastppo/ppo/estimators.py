@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from torch import Tensor
 
 from fastppo.data.batch import on_device
@@ -402,9 +403,9 @@ def turn_gae(
         return turn_values.repeat_interleave(lengths, output_size=len(rewards))
 
     # fp64, because both sums start at the beginning of the batch.
-    before = rewards.double().cumsum(0) - rewards.double()
+    before = wide(rewards).cumsum(0) - wide(rewards)
     earlier_in_turn = before - by_token(before[first])
-    return by_token(advantages), (by_token(returns).double() - earlier_in_turn).float()
+    return by_token(advantages), (wide(by_token(returns)) - earlier_in_turn).float()
 
 
 def _estimator(config: PPOConfig) -> str:
