@@ -15,6 +15,7 @@ import torch
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
+from fastppo.activity import during
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
@@ -173,6 +174,15 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
     return names
 
 
+PARTICIPLES = {
+    "generate": "generating",
+    "score": "scoring",
+    "experience": "computing logprobs and values",
+    "update": "updating",
+}
+"""Names of an iteration's phases on the console."""
+
+
 class PhaseTimer:
     """Times the phases of an iteration: `with timer("generate"): …`.
 
@@ -194,7 +204,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.config):
+        with explain_out_of_memory(phase, self.config), during(PARTICIPLES[phase]):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastppo.activity import begin_stage
 from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
@@ -265,6 +266,7 @@ def score(
         RewardError: the reward raised, exceeded its time limit, or returned the wrong number of
             values or a value outside ±`MAX_REWARD`.
     """
+    begin_stage(term.name)
     try:
         return score_term(term, samples, options or CallOptions())
     except TermError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.activity import begin_count, count
 from fastppo.models.cache import GrowingCache
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import last_states
@@ -71,6 +72,7 @@ class DecoderEngine(RolloutEngine):
         step = self.batch_size or max(1, len(prompt_ids))
         causal_lm = self.policy.causal_lm
         was_training = causal_lm.training
+        begin_count(len(prompt_ids))
         causal_lm.eval()  # in training mode gradient checkpointing switches the cache off
         try:
             with self.policy.autocast():
@@ -103,15 +105,15 @@ class DecoderEngine(RolloutEngine):
 
     def _decode(self, rows: _LiveRows, sampling: Sampling, strings: StopStrings) -> Rollout:
         """Draw tokens until every row has ended or reached `max_new_tokens`."""
-        count = len(rows.live)
+        batch_size = len(rows.live)
         record = _ResponseRecord(
-            count,
+            batch_size,
             sampling.max_new_tokens,
             self.policy.device,
             has_values=self.value_function is not None,
         )
-        lengths = torch.full((count,), sampling.max_new_tokens)
-        finished = torch.zeros(count, dtype=torch.bool)
+        lengths = torch.full((batch_size,), sampling.max_new_tokens)
+        finished = torch.zeros(batch_size, dtype=torch.bool)
         for column in range(sampling.max_new_tokens):
             hidden = rows.advance()
             draws = rows.draw(hidden, column)
@@ -125,12 +127,14 @@ class DecoderEngine(RolloutEngine):
                 ended_rows = rows.live[ended].cpu()
                 finished[ended_rows] = True
                 lengths[ended_rows] = column + 1
+                count(len(ended_rows))
                 rows.leave(ended)
                 if not len(rows.live):
                     break
+        count(len(rows.live))
         final_values = None
         if self.final_values:
-            final_values = torch.zeros(count)
+            final_values = torch.zeros(batch_size)
             if len(rows.live):
                 values = self._values(rows.advance())
                 assert values is not None
