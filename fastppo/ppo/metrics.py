@@ -343,6 +343,8 @@ def response_metrics(
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     total = scores.total
+    if len(total):
+        metrics["reward_max"] = total.max().item()
     if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)
