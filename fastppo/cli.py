@@ -289,20 +289,30 @@ def generate(config: Any) -> None:
 
 
 @Command(
-    help="Rebuild the HTML report of a run",
-    description="Rebuild report.html from the records of a run directory. To compare runs, use "
-    "TensorBoard: tensorboard --logdir runs",
+    help="Rebuild the HTML report of a run, or compare several runs",
+    description="With one run directory, rebuild its report.html. With several, write their curves "
+    "over each other and the options that differ to comparison.html.",
     flags={
-        "run": {"metavar": "RUN", "help": "run directory, for example runs/ppo"},
-        "--output": {"metavar": "FILE", "help": "output file (default: report.html in the run)"},
+        "runs": {
+            "metavar": "RUN",
+            "nargs": "+",
+            "help": "run directory, for example runs/ppo; several to compare them",
+        },
+        "--output": {
+            "metavar": "FILE",
+            "help": "output file (default: report.html in the run, or comparison.html in the "
+            "folder that holds the runs)",
+        },
     },
 )
-def report(run: str, output: str | None = None) -> None:
-    if not Path(run).is_dir():
-        raise ValueError(f"{run}: no such directory; expected the directory of a run")
+def report(runs: list[str], output: str | None = None) -> None:
+    for run in runs:
+        if not Path(run).is_dir():
+            raise ValueError(f"{run}: no such directory; expected the directory of a run")
+    from fastppo.run.report.comparison import write_comparison
     from fastppo.run.report.report import write_report
 
-    print(write_report(run, output))
+    print(write_comparison(runs, output) if len(runs) > 1 else write_report(runs[0], output))
 
 
 @Command(help="Time every kernel and its baselines", takes_more=True)

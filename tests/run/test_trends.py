@@ -53,7 +53,9 @@ def test_other_trends_are_not_reported(reward: list[float], gold: list[float]) -
 
 
 @pytest.mark.parametrize(("end", "verb"), [(60.0, "rose"), (10.0, "fell"), (24.0, "")])
-def test_a_length_that_changes_much_while_the_reward_rises_is_reported(end: float, verb: str) -> None:
+def test_a_length_that_changes_much_while_the_reward_rises_is_reported(
+    end: float, verb: str
+) -> None:
     said = _warnings(Trends(), reward=_trend(0, 1, 40), response_length=_trend(20.0, end, 40))
     sentences = [sentence for of_iteration in said for sentence in of_iteration]
     assert len(sentences) == bool(verb)
