@@ -27,9 +27,6 @@ from fastppo.parser import COMMANDS, Command, Parsed, build_parser, parse, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROMPT_TOKENS = 512
-"""Default prompt length of `fastppo plan`, which does not read the prompts."""
-
 WRONG_INPUT = 2
 """Exit code of a wrong option or input, as argparse's."""
 
@@ -232,7 +229,7 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
 
 
 @Command(
-    help="Estimate the memory of `fastppo train` by part and phase, from config.json",
+    help="Estimate the memory of `fastppo train` by part and phase, without its weights",
     description="fastppo plan --config run.yaml --processes 8 --memory 80",
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model",),
@@ -245,7 +242,7 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
         "--prompt_tokens": {
             "type": int,
             "metavar": "INT",
-            "help": f"Length of a prompt, tokens (default: {PROMPT_TOKENS})",
+            "help": "Length of a prompt, tokens (default: the longest of --prompts, else 512)",
         },
         "--processes": {
             "type": int,
@@ -257,15 +254,22 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
 def plan(
     config: Any,
     memory: float | None = None,
-    prompt_tokens: int = PROMPT_TOKENS,
+    prompt_tokens: int | None = None,
     processes: int = 1,
 ) -> None:
     from rich.console import Console
 
+    from fastppo.ppo.plan.changes import helpful_changes
     from fastppo.ppo.plan.plan import make_plan, show
+    from fastppo.ppo.plan.prompts import prompt_length
 
     _quiet_libraries()
-    show(make_plan(config, prompt_tokens, memory=memory, processes=processes), Console())
+    source = ""
+    if prompt_tokens is None:
+        prompt_tokens, source = prompt_length(config)
+    made = make_plan(config, prompt_tokens, memory=memory, processes=processes)
+    made.notes.extend(filter(None, [source]))
+    show(made, Console(), [] if made.fits else helpful_changes(made))
 
 
 @Command(
