@@ -378,7 +378,6 @@ def test_export_writes_the_best_and_the_last_policy(tmp_path: Path, capsys) -> N
         assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_checkpoint_is_exported_from_another_folder(
     folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
@@ -399,6 +398,7 @@ def test_a_checkpoint_is_exported_from_another_folder(
     assert str(checkpoint) in said
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_checkpoint_generates_as_its_exported_policy(
     lora_rank: int, tmp_path: Path, capsys
 ) -> None:

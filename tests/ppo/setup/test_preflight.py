@@ -194,7 +194,7 @@ def test_a_dead_reward_server_is_refused(
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/judge"
     with pytest.raises(RewardError, match=f"'judge'.*{url}"):
-        _preflight(folder, monkeypatch, **{"rewards": [], option: [url]})
+        _preflight(folder, monkeypatch, **{"rewards": [], option: [url, url]})
 
 
 def test_variables_of_the_chat_template_reach_prompts_and_the_saved_tokenizer(
