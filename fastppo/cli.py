@@ -324,8 +324,13 @@ def bench(arguments: list[str]) -> int:
     return benchmark_suite().main(arguments, prog="fastppo bench")
 
 
-def benchmark_suite() -> Any:
-    """Import `benchmarks`, which is in a clone of the repository and not in the wheel.
+@Command(help="Compare a loss or advantage function of yours with the papers", takes_more=True)
+def conformance(arguments: list[str]) -> int:
+    return benchmark_suite("conformance.__main__").main(arguments, prog="fastppo conformance")
+
+
+def benchmark_suite(module: str = "__main__") -> Any:
+    """Import a module of `benchmarks`, which is in a clone of the repository and not in the wheel.
 
     Raises:
         ImportError: the package is not installed from a clone.
@@ -333,11 +338,11 @@ def benchmark_suite() -> Any:
     if not (CHECKOUT / "benchmarks" / "__main__.py").is_file():
         raise ImportError(
             "the benchmark suite is not in the wheel: clone the repository, run "
-            "`pip install -e '.[bench]'` there, and `fastppo bench` again"
+            "`pip install -e '.[bench]'` there, and the command again"
         )
     if str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
-    return importlib.import_module("benchmarks.__main__")
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 # -------------------------------------------------------------------------------------- the program

@@ -144,8 +144,8 @@ def build_parser(command_in_use: str | None = None) -> tuple[Parser, dict[str, P
             else command.usage,
             description=description,
             formatter_class=_raw_formatter if command.options else argparse.HelpFormatter,
-            # `bench` forwards --help to the benchmark suite; options have _SectionHelp.
-            add_help=name != "bench" and not command.options,
+            # `bench` and `conformance` forward --help; options have _SectionHelp.
+            add_help=name not in ("bench", "conformance") and not command.options,
         )
         if name != command_in_use:
             continue
