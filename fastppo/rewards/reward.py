@@ -66,6 +66,12 @@ ATTEMPTS = 3
 """Calls of a reward that exceeds its time limit."""
 
 
+STRINGS = (
+    "; completions are strings here, also of chats, where TRL passes lists of messages: "
+    'completion in place of completion[0]["content"]'
+)
+"""Hint of a reward that reads a string as messages."""
+
 EXPECTED = (
     "(prompts, completions, **columns), which takes lists, completions as strings, and returns a "
     "list with one reward per completion"
@@ -285,7 +291,8 @@ def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scor
         if isinstance(cause, TermError):  # of a member of an ensemble
             name = f"{term.name}/{cause.reward}"
             raise TermError(name, cause.sentence, cause.row) from cause.__cause__
-        raise TermError(term.name, f"{error}{place_of(cause)}") from cause
+        hint = STRINGS if isinstance(cause, TypeError) and "string ind" in str(cause) else ""
+        raise TermError(term.name, f"{error}{place_of(cause)}{hint}") from cause
     return _validated(term.name, returned, samples)
 
 
