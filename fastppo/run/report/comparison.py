@@ -144,7 +144,7 @@ def _chart(
     x = sorted(set().union(*by_iteration))
     return Chart(
         title=LABELS.get(metric, metric) if has_other_metrics else panel.title,
-        note=panel.title if has_other_metrics else panel.note,
+        note=_note(panel, metric) if has_other_metrics else panel.note,
         unit=panel.unit,
         xlabel="iteration",
         x=x,
@@ -154,6 +154,11 @@ def _chart(
             for name, values in zip(names, by_iteration, strict=True)
         ],
     )
+
+
+def _note(panel: Panel, metric: str) -> str:
+    """Return the panel's title, unless it repeats the name of the metric."""
+    return "" if panel.title.lower() == metric.lower() else panel.title
 
 
 def _is_constant(chart: Chart) -> bool:
