@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastppo.activity import counted
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
@@ -205,7 +206,8 @@ class PPO:
             self.step_control.begin_epoch()
             self.value_head.begin_epoch(epoch)
             order = torch.randperm(len(experience))
-            for minibatch in experience.minibatches(order, config.minibatches, config.aggregation):
+            minibatches = experience.minibatches(order, config.minibatches, config.aggregation)
+            for minibatch in counted(minibatches, f"epoch {epoch + 1}"):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
                 if self.step_control.is_too_far:
