@@ -27,13 +27,9 @@ import torch
 from fastppo_kernels.definition import WITHOUT_FP64
 from torch import Tensor
 
-<<<<<<< HEAD
+from fastppo.activity import begin_count, count
 from fastppo.data.batch import on_device
 from fastppo.models.cache import GrowingCache, KeptPrefixes, Prefix
-=======
-from fastppo.activity import begin_count, count
-from fastppo.models.cache import GrowingCache
->>>>>>> says
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import last_states, takes_padding_mask, trunk_of
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
@@ -140,55 +136,29 @@ class DecoderEngine(RolloutEngine):
 
     def _decode(self, rows: _LiveRows, sampling: Sampling, strings: StopStrings) -> Rollout:
         """Draw tokens until every row has ended or reached `max_new_tokens`."""
-<<<<<<< HEAD
         responses = _Responses(rows.prompt_ids, sampling, strings)
         pending = []
-=======
-        batch_size = len(rows.live)
-        record = _ResponseRecord(
-            batch_size,
-            sampling.max_new_tokens,
-            self.policy.device,
-            has_values=self.value_function is not None,
-        )
-        lengths = torch.full((batch_size,), sampling.max_new_tokens)
-        finished = torch.zeros(batch_size, dtype=torch.bool)
->>>>>>> says
         for column in range(sampling.max_new_tokens):
             hidden = rows.advance()
             draws = rows.draw(hidden, column)
             responses.write(draws, self._values(hidden))
             rows.append(draws.tokens)
-<<<<<<< HEAD
             pending.append(draws.tokens)
             if len(pending) < self.look and column + 1 < sampling.max_new_tokens:
                 continue
             left = responses.read(torch.stack(pending, dim=1).tolist())
             pending = []
             if len(left) < len(rows.live):
+                count(len(rows.live) - len(left))
                 rows.leave(left, responses.tokens)
                 responses.live = rows.live
                 if not left:
-=======
-            if ended.any():
-                ended_rows = rows.live[ended].cpu()
-                finished[ended_rows] = True
-                lengths[ended_rows] = column + 1
-                count(len(ended_rows))
-                rows.leave(ended)
-                if not len(rows.live):
->>>>>>> says
                     break
         count(len(rows.live))
         final_values = None
         if self.final_values:
-<<<<<<< HEAD
             final_values = torch.zeros(len(responses.tokens))
             if rows.live:
-=======
-            final_values = torch.zeros(batch_size)
-            if len(rows.live):
->>>>>>> says
                 values = self._values(rows.advance())
                 assert values is not None
                 final_values[rows.live] = values.float().cpu()
