@@ -143,6 +143,16 @@ def takes_mark(trunk: Any) -> bool:
     return getattr(trunk, TAKES_MARK, False)
 
 
+def takes_padding_mask(trunk: Any) -> bool:
+    """Return whether the trunk hands a mask [B, 1, S, columns] bool to its attention as it is.
+
+    transformers makes such a mask of one of shape [B, columns] in every forward pass, and waits for
+    the device to know whether there is padding at all.
+    """
+    config = trunk.config.get_text_config()
+    return takes_mark(trunk) and config._attn_implementation == "sdpa" and window(trunk) is None
+
+
 @torch.no_grad()
 def prepare(trunk: Any) -> None:
     """Test whether a trunk accepts the mark of `fastppo.models.attention` as a mask.

@@ -45,11 +45,15 @@ class ValueFunction(nn.Module, ABC):
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones((), device=trunk.device, dtype=dtype))
+        """Factor on the head's output, 0-d. A head that an optimizer trains learns in units of the
+        returns' deviation; see `fastppo.ppo.value_head`."""
 
     def read(self, states: Tensor) -> Tensor:
-        """Return the values of states [N, H], [N] fp32."""
+        """Return the values of states [N, H] in reward units, [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
-            return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+            return self.head(states.to(self.head.weight.dtype)).squeeze(-1) * self.scale
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
@@ -104,7 +108,8 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     """
     critic = critic_of_policy(causal_lm)
     try:
-        critic.load_state_dict(load_file(path))
+        # Files of version 0.3 have no scale.
+        critic.load_state_dict({"scale": torch.ones_like(critic.scale)} | load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error
     return critic

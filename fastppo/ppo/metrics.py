@@ -16,6 +16,7 @@ from fastppo_kernels.definition import wide
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
+from fastppo.activity import during
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
@@ -174,6 +175,15 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
     return names
 
 
+PARTICIPLES = {
+    "generate": "generating",
+    "score": "scoring",
+    "experience": "computing logprobs and values",
+    "update": "updating",
+}
+"""Names of an iteration's phases on the console."""
+
+
 class PhaseTimer:
     """Times the phases of an iteration: `with timer("generate"): …`.
 
@@ -195,7 +205,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.config):
+        with explain_out_of_memory(phase, self.config), during(PARTICIPLES[phase]):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -334,6 +344,8 @@ def response_metrics(
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     total = scores.total
+    if len(total):
+        metrics["reward_max"] = total.max().item()
     if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)
