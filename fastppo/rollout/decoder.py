@@ -24,12 +24,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fastppo_kernels.definition import WITHOUT_FP64
 from torch import Tensor
 
+from fastppo.activity import begin_count, count
 from fastppo.data.batch import on_device
 from fastppo.models.cache import GrowingCache, KeptPrefixes, Prefix
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import last_states, takes_padding_mask
+from fastppo.models.trunk import last_states, takes_padding_mask, trunk_of
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw_next, scratch_for
 from fastppo.rollout.prompts import check_prompts, distinct, padded_left
@@ -98,6 +100,7 @@ class DecoderEngine(RolloutEngine):
         step = self.batch_size or max(1, len(prompt_ids))
         causal_lm = self.policy.causal_lm
         was_training = causal_lm.training
+        begin_count(len(prompt_ids))
         causal_lm.eval()  # in training mode gradient checkpointing switches the cache off
         try:
             with self.policy.autocast():
@@ -127,7 +130,9 @@ class DecoderEngine(RolloutEngine):
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
         )
-        return on_device(uniforms[first : first + count], self.policy.device)
+        drawn = uniforms[first : first + count]
+        device = self.policy.device
+        return on_device(drawn.float() if device.type in WITHOUT_FP64 else drawn, device)
 
     def _decode(self, rows: _LiveRows, sampling: Sampling, strings: StopStrings) -> Rollout:
         """Draw tokens until every row has ended or reached `max_new_tokens`."""
@@ -144,10 +149,12 @@ class DecoderEngine(RolloutEngine):
             left = responses.read(torch.stack(pending, dim=1).tolist())
             pending = []
             if len(left) < len(rows.live):
+                count(len(rows.live) - len(left))
                 rows.leave(left, responses.tokens)
                 responses.live = rows.live
                 if not left:
                     break
+        count(len(rows.live))
         final_values = None
         if self.final_values:
             final_values = torch.zeros(len(responses.tokens))
@@ -182,7 +189,7 @@ class _LiveRows:
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.uniforms = uniforms
-        self.trunk: Any = policy.causal_lm.base_model
+        self.trunk: Any = trunk_of(policy.causal_lm)
         self.head = policy.head
         self.cache = GrowingCache(policy.config, policy.compute_dtype)
         self.kept = kept if self.cache.has_keys_alone else None
