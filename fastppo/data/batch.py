@@ -96,7 +96,7 @@ class Batch:
         if response_mask is not None:
             flags = torch.tensor([flag for row in response_mask for flag in row])
         return cls(
-            tokens=torch.tensor(tokens, dtype=torch.int64).to(device),
+            tokens=on_device(torch.tensor(tokens, dtype=torch.int64), torch.device(device)),
             prompt_lengths=torch.tensor([len(row) for row in prompts], dtype=torch.int64),
             response_lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64),
             response_mask=flags,
@@ -233,7 +233,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
     A copy from pageable memory would block, so the tensor is pinned first.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
 

@@ -124,7 +124,8 @@ def estimate_advantages(
         finished = ~masked
         if finished.any():
             lengths = experience.batch.generated_lengths
-            in_loss = on_device(finished.repeat_interleave(lengths), experience.batch.device)
+            tokens = finished.repeat_interleave(lengths).nonzero()[:, 0]
+            in_loss = on_device(tokens, experience.batch.device)
             totals = None if totals is None else totals[finished]
             spread = learned[in_loss].std(correction=0)
             learned = _whitened(learned[in_loss], whiten, config)
@@ -170,7 +171,7 @@ def with_rewards(
     Kinds of advantages without a value function have values of 0.
     """
     device = experience.batch.device
-    token_rewards = None if scores.within is None else scores.within.to(device)
+    token_rewards = None if scores.within is None else on_device(scores.within, device)
     if experience.ref_logprobs is None:
         kl_coef = 0.0
     if experience.exact_kl is not None:
@@ -181,11 +182,11 @@ def with_rewards(
     if config.bootstrap_truncated:
         assert experience.final_values is not None
         assert experience.truncated is not None
-        bootstrap = experience.final_values * experience.truncated.to(device).float()
+        bootstrap = experience.final_values * on_device(experience.truncated, device).float()
     values = experience.old_values
     return replace(
         experience,
-        last_rewards=scores.last.to(device),
+        last_rewards=on_device(scores.last, device),
         token_rewards=token_rewards,
         kl_coef=kl_coef,
         bootstrap=bootstrap,
@@ -213,7 +214,9 @@ def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig
     """
     if config.gamma == 1:
         return scores.total
-    within = None if scores.within is None else scores.within.to(experience.batch.device)
+    within = scores.within
+    if within is not None:
+        within = on_device(within, experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
@@ -443,7 +446,7 @@ def turn_gae(
     lengths = on_device(turn_lengths, experience.batch.device)
     first = lengths.cumsum(0) - lengths
     advantages, returns = gae(
-        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        torch.segment_reduce(rewards, "sum", lengths=lengths, unsafe=True),
         experience.old_values[first],
         cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
         gamma=config.gamma,

@@ -121,9 +121,10 @@ class Experience:
             masks: whether truncated responses are left out of the loss.
         """
         truncated = torch.tensor(rollout.truncated)
+        by_token = scores.total.repeat_interleave(batch.generated_lengths)
         return cls(
             batch,
-            scores=scores.total.repeat_interleave(batch.generated_lengths).to(batch.device),
+            scores=on_device(by_token, batch.device),
             truncated=truncated,
             masked=truncated if masks else None,
         )

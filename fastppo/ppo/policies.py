@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastppo.data.batch import on_device
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.experience import Experience
@@ -80,12 +81,12 @@ def read_old_policy(
     if wants_sampler(rollout, is_exact, config):
         assert rollout.logprobs is not None
         assert rollout.values is not None
-        logprobs = torch.cat(rollout.logprobs).to(device)
-        values = torch.cat(rollout.values).to(device)
+        logprobs = on_device(torch.cat(rollout.logprobs), device)
+        values = on_device(torch.cat(rollout.values), device)
         final_values = _on(device, rollout.final_values)
     elif config.old_logprobs == "sampler" and rollout.sampler_logprobs is not None:
         sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
-        logprobs = torch.cat(sampled).to(device)
+        logprobs = on_device(torch.cat(sampled), device)
         values, final_values = model.values_of_plan(plan)
     else:
         evaluation = model.evaluate_plan(plan, **config.softmax)
@@ -95,7 +96,7 @@ def read_old_policy(
         if rollout.sampler_logprobs is not None:
             # Before top-k and top-p, if the engine returns those.
             sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
-            metrics = mismatch(logprobs, torch.cat(sampled).to(device))
+            metrics = mismatch(logprobs, on_device(torch.cat(sampled), device))
     experience = replace(
         experience, old_logprobs=logprobs, old_values=values, final_values=final_values
     )
@@ -105,14 +106,13 @@ def read_old_policy(
     is_same = is_sampler or (is_exact and not sampling.is_restricted)
     if rollout.sampler_logprobs is None or is_same:
         return experience, metrics
-    sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
-    lengths = torch.tensor(rollout.generated_lengths, device=device)
+    sampler_logprobs = on_device(torch.cat(rollout.sampler_logprobs), device)
     weights: Tensor | None = None
     if config.importance_bounds is not None and len(logprobs):
         weights, more = importance(
             logprobs,
             sampler_logprobs,
-            lengths,
+            experience.batch.generated_lengths,
             mode=config.importance,
             bounds=config.importance_bounds,
         )
@@ -123,7 +123,7 @@ def read_old_policy(
 
 
 def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(device)
+    return None if x is None else on_device(x, device)
 
 
 def read_reference(
@@ -190,7 +190,9 @@ def importance(
     by_response = mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
     if by_response:
-        log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
+        lengths = on_device(lengths, logprobs.device)
+        # `unsafe` skips a check of the lengths that would make the host wait.
+        log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths, unsafe=True)
     ratio = log_ratio.clamp(-20, 20).exp()
     bounded = ratio.clamp(*bounds)
     beyond = bounded != ratio
@@ -198,7 +200,7 @@ def importance(
     if mode.endswith("mask"):
         weights = torch.where(beyond, 0.0, ratio)
     if by_response:
-        weights = weights.repeat_interleave(lengths)
+        weights = weights.repeat_interleave(lengths, output_size=len(logprobs))
     size = weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=LEAST)
     metrics = {
         "mismatch/effective_sample_size": size,

@@ -110,9 +110,10 @@ class Optimizer:
         norms = {}
         for name, weights in groups.items():
             norm = full_tensor(nn.utils.clip_grad_norm_(weights, max_norm))
-            # Without gradients, as of a policy while only the critic trains, torch's zero is on the
-            # CPU.
-            norms[name] = norm.to(weights[0].device) if weights else norm
+            if not any(weight.grad is not None for weight in weights):
+                # As of a policy while only the critic trains: torch's zero is on the CPU.
+                norm = torch.zeros((), device=self.weights[0].device)
+            norms[name] = norm
         return norms
 
     def step(self, numbers: Mapping[str, float] | None = None) -> bool:
