@@ -93,7 +93,7 @@ def estimate_advantages(
     usual_scores: UsualScores | None = None,
     function: Callable[..., Any] | None = None,
 ) -> Experience:
-    """Fill in the advantages and returns of packed responses, and what they train.
+    """Fill in the advantages and returns of packed responses.
 
     Advantages are 0 if all responses have about the same discounted score, or if they are only
     rounding errors. Whitening divides by at least `usual_scores.floor`: it would amplify errors of
@@ -141,21 +141,23 @@ def estimate_advantages(
         returns=estimates.returns,
         monte_carlo_returns=monte_carlo_returns(experience, config),
         advantage_std=spread,
-        trained=what_to_train(advantages, masked, config, coefficients),
     )
 
 
 def what_to_train(
-    advantages: Tensor, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
+    has_signal: bool, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
 ) -> Trained:
     """Decide what an iteration trains.
 
     The policy is left out during `value_warmup_iterations`. It is also left out if all advantages
     are 0 and the loss has no KL: otherwise only errors of the value function would move it, at full
     strength.
+
+    Args:
+        has_signal: whether an advantage differs from 0.
+        masked: [B] bool on the CPU, responses left out of the loss.
     """
     is_warmup = coefficients.iteration < config.value_warmup_iterations
-    has_signal = bool(advantages.any())
     return Trained(
         policy=not is_warmup and (has_signal or coefficients.kl_loss_coef != 0),
         value=masked is None or not bool(masked.all()),
@@ -360,20 +362,23 @@ def user_advantages(
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
     tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
-    is_given_finite = all(x.isfinite().all() for x in tensors)
+    is_given_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
     result = call_by_name("advantage", function, first, offered)
     results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    checked = []
-    for name, value in zip(("advantages", "returns"), results, strict=False):
-        value = check_per_token("advantage", function, name, value, rewards)
-        invalid = int((~value.isfinite()).sum())
-        if invalid and is_given_finite:  # otherwise it is not the function's fault
+    checked = {
+        name: check_per_token("advantage", function, name, value, rewards)
+        for name, value in zip(("advantages", "returns"), results, strict=False)
+    }
+    # One read of the device for all checks.
+    counts = [(~value.isfinite()).sum() for value in checked.values()]
+    given, *invalid = torch.stack([is_given_finite.long(), *counts]).tolist()
+    for (name, value), count in zip(checked.items(), invalid, strict=True):
+        if count and given:  # otherwise it is not the function's fault
             raise ValueError(
-                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
                 f"{len(value)} tokens"
             )
-        checked.append(value)
-    return checked[0], checked[1] if len(checked) == 2 else None
+    return checked["advantages"], checked.get("returns")
 
 
 def _against_group(rewards: Tensor, config: PPOConfig) -> Tensor:

@@ -27,7 +27,6 @@ from fastppo.data.batch import on_device
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.parts import Parts
 from fastppo.rollout import Rollout
@@ -56,7 +55,7 @@ def read_old_policy(
     *,
     parts: Parts,
     given: GivenPolicy | None = None,
-) -> tuple[Experience, dict[str, float]]:
+) -> tuple[Experience, dict[str, Tensor]]:
     """Fill in the old logprobs and values, and the importance weights.
 
     Args:
@@ -66,7 +65,7 @@ def read_old_policy(
             current model.
 
     Returns:
-        (experience, metrics of the mismatch of policy and sampler).
+        (experience, metrics of the mismatch of policy and sampler, 0-d tensors).
     """
     model = parts.model
     device = model.device
@@ -76,7 +75,7 @@ def read_old_policy(
     values = _on(device, given.values)
     if logprobs is not None and values is not None and not config.bootstrap_truncated:
         return replace(experience, old_logprobs=logprobs, old_values=values), {}
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Tensor] = {}
     is_exact = parts.engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, config):
         assert rollout.logprobs is not None
@@ -173,7 +172,7 @@ def importance(
     *,
     mode: str,
     bounds: tuple[float, float],
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return bounded importance weights and their metrics.
 
     The effective sample size of the bounded weights, (Σw)²/(N·Σw²), is 1 if all are equal. The
@@ -185,7 +184,7 @@ def importance(
         bounds: lowest and highest weight.
 
     Returns:
-        (weights [N] fp32; metrics).
+        (weights [N] fp32; metrics, 0-d tensors).
     """
     by_response = mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
@@ -202,40 +201,35 @@ def importance(
     if by_response:
         weights = weights.repeat_interleave(lengths, output_size=len(logprobs))
     size = weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=LEAST)
-    metrics = {
+    return weights, {
         "mismatch/effective_sample_size": size,
         "mismatch/beyond_bounds": beyond.float().mean(),
     }
-    return weights, to_floats(metrics)
 
 
-def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
+def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
     """Return the probability mass of π_old that top-k, top-p or another restriction excluded.
 
     With the remaining mass m = min(π_old/π_sampler, 1): the mean of 1 − m, and the share of tokens
-    with 1 − m above `MISMATCH_LIMIT`.
+    with 1 − m above `MISMATCH_LIMIT`, 0-d each.
     """
     if not len(logprobs):
         return {}
     mass = -torch.expm1((logprobs - sampler_logprobs).clamp(max=0))
-    return to_floats(
-        {
-            "mismatch/excluded_mass": mass.mean(),
-            "mismatch/excluded_share": (mass > MISMATCH_LIMIT).float().mean(),
-        }
-    )
+    return {
+        "mismatch/excluded_mass": mass.mean(),
+        "mismatch/excluded_share": (mass > MISMATCH_LIMIT).float().mean(),
+    }
 
 
-def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
-    """Return the distance of the learner's logprobs [N] from the sampler's, in nats."""
+def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    """Return the distance of the learner's logprobs [N] from the sampler's, nats, 0-d each."""
     if not len(logprobs):
         return {}
     gap = logprobs - sampled
     ratio = gap.clamp(-20, 20).exp()
-    return to_floats(
-        {
-            "mismatch/mean": gap.abs().mean(),
-            "mismatch/worst": gap.abs().max(),
-            "mismatch/outside": ((ratio - 1).abs() > MISMATCH_LIMIT).float().mean(),
-        }
-    )
+    return {
+        "mismatch/mean": gap.abs().mean(),
+        "mismatch/worst": gap.abs().max(),
+        "mismatch/outside": ((ratio - 1).abs() > MISMATCH_LIMIT).float().mean(),
+    }
