@@ -105,7 +105,8 @@ class Experience:
     advantage_std: Tensor | None = None
     """Standard deviation of the advantages before whitening, 0-d."""
     response_kl: list[float] | None = None
-    """[B], KL to the reference of each response, nats. None without a reference."""
+    """KL to the reference of the first responses, those that are logged, nats. None without a
+    reference."""
     trained: Trained = Trained()
     """What the iteration trains."""
 

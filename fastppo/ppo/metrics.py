@@ -13,10 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
-from fastppo.data.batch import Batch, on_device
+from fastppo.activity import during
+from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
 from fastppo.environments.tools import OUTCOMES
@@ -44,6 +46,9 @@ CLIP_METRICS = (
     "ratio_below_negative",
 )
 """Metrics of objectives with a clip range."""
+
+LOGGED_SAMPLES = 8
+"""Responses per iteration, and per evaluation, in the sample records."""
 
 OF_CRITIC = ("explained_variance", "value_calibration", "advantage_correlation")
 """Metrics of the critic that are not always defined."""
@@ -188,6 +193,15 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
     return names
 
 
+PARTICIPLES = {
+    "generate": "generating",
+    "score": "scoring",
+    "experience": "computing logprobs and values",
+    "update": "updating",
+}
+"""Names of an iteration's phases on the console."""
+
+
 class PhaseTimer:
     """Times the phases of an iteration: `with timer("generate"): …`.
 
@@ -209,7 +223,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.config):
+        with explain_out_of_memory(phase, self.config), during(PARTICIPLES[phase]):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -224,14 +238,17 @@ class PhaseTimer:
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """Return the entries of each tensor, in one transfer from the device.
+    """Return the entries of each tensor, in one transfer from each device.
 
     The host waits here for a GPU. Floats of all widths are converted exactly.
     """
     flat = [x.detach().flatten() for x in tensors]
-    wide = [x if x.is_floating_point() else x.double() for x in flat]
-    entries = iter(torch.cat(wide).tolist())
-    return [list(itertools.islice(entries, len(x))) for x in flat]
+    numbers = [x if x.is_floating_point() else wide(x) for x in flat]
+    entries = {
+        device: iter(torch.cat([x for x in numbers if x.device == device]).tolist())
+        for device in {x.device for x in numbers}
+    }
+    return [list(itertools.islice(entries[x.device], len(x))) for x in numbers]
 
 
 def to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
@@ -272,11 +289,11 @@ def critic_metrics(experience: Experience) -> dict[str, Tensor]:
 
 
 def covariance(rows: Tensor, *, correction: int) -> Tensor:
-    """Return the covariance [2, 2] of two rows [2, n], fp64.
+    """Return the covariance [2, 2] of two rows [2, n], in fp64 if the device has it.
 
     The host would wait for a GPU in `torch.cov`.
     """
-    rows = rows.double()
+    rows = wide(rows)
     centred = rows - rows.mean(dim=1, keepdim=True)
     return centred @ centred.T / (rows.shape[1] - correction)
 
@@ -305,7 +322,7 @@ class ReadExperience(NamedTuple):
     has_signal: bool
     """Whether an advantage differs from 0."""
     response_kl: list[float] | None
-    """KL to the reference of each response, nats. None without a reference."""
+    """See `Experience.response_kl`."""
 
 
 def read_experience(
@@ -323,8 +340,9 @@ def read_experience(
     tensors = [*metrics.values(), experience.advantages.any()]
     if experience.ref_logprobs is not None:
         kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        by_response = on_device(lengths, kl.device)
-        tensors.append(torch.segment_reduce(kl, "sum", lengths=by_response, unsafe=True))
+        logged = lengths[:LOGGED_SAMPLES].tolist()
+        by_response = kl[: sum(logged)].split(logged)
+        tensors.append(torch.stack([response.sum() for response in by_response]))
     entries = iter(read(tensors))
     numbers = {"response_length": lengths.float().mean().item()}
     for name, [x] in zip(metrics, entries, strict=False):
@@ -404,6 +422,8 @@ def response_metrics(
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     total = scores.total
+    if len(total):
+        metrics["reward_max"] = total.max().item()
     if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)
