@@ -363,6 +363,29 @@ def test_a_batch_without_a_finished_response_moves_nothing(
     assert all(map(torch.equal, weights[1], weights[2]))
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_without_a_signal_an_entropy_bonus_moves_the_policy(coef: float, tmp_path: Path) -> None:
+    """All responses earn the same, so that their advantages are 0."""
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[lambda prompts, completions: [1.0] * len(completions)],
+        entropy_coef=coef,
+        kl_coef=0.0,
+        learning_rate=1e-2,
+        iterations=8,
+    )
+    with torch.no_grad():
+        trainer.model.head.weight.mul_(20)  # away from the uniform distribution
+    policy = [*trainer.model.causal_lm.parameters()]
+    before = [weight.detach().clone() for weight in policy]
+    trainer.train()
+    assert all(record["no_signal"] == 1 for record in records(trainer))
+    assert all(map(torch.equal, before, policy)) == (coef == 0)
+    if coef:
+        entropies = [record["entropy"] for record in records(trainer)]
+        assert entropies[-1] > 1.1 * entropies[0]
+
+
 def test_a_batch_without_a_finished_response_has_no_gradient(tmp_path: Path) -> None:
     options = {"truncated": "mask", "stop_token_ids": [], "max_new_tokens": 4, "iterations": 1}
     trainer = make_trainer(tmp_path, **options)

@@ -18,6 +18,9 @@ SOME = torch.tensor([True, False])
 ALL = torch.tensor([True, True])
 WARM_UP = {"value_warmup_iterations": 2}
 KL = {"kl_loss_coef": 0.1}
+ENTROPY = {"entropy_coef": 0.5}
+TEXT = {"ptx_coef": 1.0, "ptx_data": "text.jsonl"}
+OBJECTIVE = {"objective": "mine.py:objective"}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,9 @@ KL = {"kl_loss_coef": 0.1}
         (NO_SIGNAL, None, {}, Trained(policy=False, value=True, has_signal=False)),
         (NO_SIGNAL, None, KL, Trained(policy=True, value=True, has_signal=False)),
         (NO_SIGNAL, None, WARM_UP | KL, Trained(policy=False, value=True, has_signal=False)),
+        (NO_SIGNAL, None, ENTROPY, Trained(policy=True, value=True, has_signal=False)),
+        (NO_SIGNAL, None, TEXT, Trained(policy=True, value=True, has_signal=False)),
+        (NO_SIGNAL, None, OBJECTIVE, Trained(policy=True, value=True, has_signal=False)),
         (NO_SIGNAL, ALL, {}, Trained(policy=False, value=False, has_signal=False)),
         (NO_SIGNAL, ALL, KL, Trained(policy=True, value=False, has_signal=False)),
     ],
@@ -41,6 +47,9 @@ KL = {"kl_loss_coef": 0.1}
         "no signal",
         "no signal, KL in the loss",
         "no signal, warm-up, KL in the loss",
+        "no signal, entropy bonus",
+        "no signal, pretraining text",
+        "no signal, user's objective",
         "all masked",
         "all masked, KL in the loss",
     ],
