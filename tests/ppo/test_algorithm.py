@@ -20,6 +20,7 @@ from runs import (
     Watched,
     experience_of,
     first_experience,
+    first_prompts,
     make_trainer,
     perturb,
     records,
@@ -191,6 +192,19 @@ def test_a_microbatch_does_not_synchronize(architecture: str, packing: str, tmp_
         counts.append(seen.total())
     assert counts[0] == counts[1]
     assert counts[0] > 0, "the sums of a step are read once"
+
+
+def test_an_experience_is_read_once(tmp_path: Path) -> None:
+    """On a CPU, whitening reads its moments too, which is free."""
+    trainer = make_trainer(tmp_path, precision="bf16", whiten_advantages=False)
+    prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
+    coefficients = trainer.begin_iteration()
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
+    scores = trainer.score(prompts, rollout, coefficients)
+    with waits.counted() as seen:
+        _, metrics = trainer.make_experience(prompts.token_ids, rollout, scores, coefficients)
+    assert seen["tolist"] == 1
+    assert {"kl", "value", "mismatch/mean"} <= metrics.keys()
 
 
 def test_an_optimizer_step_synchronizes_once(tmp_path: Path) -> None:

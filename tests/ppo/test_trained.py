@@ -12,8 +12,8 @@ from fastppo.ppo.estimators import what_to_train
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trained import Trained
 
-SIGNAL = torch.tensor([1.0, 0.0, -1.0])
-NO_SIGNAL = torch.zeros(3)
+SIGNAL = True
+NO_SIGNAL = False
 SOME = torch.tensor([True, False])
 ALL = torch.tensor([True, True])
 WARM_UP = {"value_warmup_iterations": 2}
@@ -24,7 +24,7 @@ OBJECTIVE = {"objective": "mine.py:objective"}
 
 
 @pytest.mark.parametrize(
-    ("advantages", "masked", "options", "wanted"),
+    ("has_signal", "masked", "options", "wanted"),
     [
         (SIGNAL, None, {}, Trained(policy=True, value=True, has_signal=True)),
         (SIGNAL, SOME, {}, Trained(policy=True, value=True, has_signal=True)),
@@ -55,11 +55,11 @@ OBJECTIVE = {"objective": "mine.py:objective"}
     ],
 )
 def test_what_an_iteration_trains(
-    advantages: torch.Tensor, masked: torch.Tensor | None, options: dict[str, Any], wanted: Trained
+    has_signal: bool, masked: torch.Tensor | None, options: dict[str, Any], wanted: Trained
 ) -> None:
     config = PPOConfig(**options)
     coefficients = CoefficientControl(config).at(1)
-    trained = what_to_train(advantages, masked, config, coefficients)
+    trained = what_to_train(has_signal, masked, config, coefficients)
     assert trained == wanted
     assert trained.by_reward == (wanted.policy and wanted.has_signal)
 
