@@ -52,7 +52,7 @@ BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PRO
     flags={
         "--output_dir": {"metavar": "DIR", "help": "directory of the run (default: runs/demo)"},
         "--seed": {"type": int, "help": "seed of data, models and sampling (default: 0)"},
-        "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
+        "--device": {"help": "auto (a CUDA GPU if there is one), cpu, cuda, mps (default: auto)"},
         "--iterations": {"type": int, "help": "PPO iterations (default: 40)"},
     },
 )
@@ -216,7 +216,7 @@ def check(config: Any) -> None:
     flags={
         "checkpoint": {"metavar": "CHECKPOINT", "help": "for example runs/ppo/checkpoint-000050"},
         "out": {"metavar": "OUT", "help": "directory of the policy"},
-        "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
+        "--device": {"help": "auto (a CUDA GPU if there is one), cpu, cuda, mps (default: auto)"},
     },
 )
 def export(checkpoint: str, out: str, device: str = "auto") -> None:

@@ -178,6 +178,12 @@ class Turns:
                 answer, or one that the chat template does not accept. Its episode is written to
                 `failure_file` first.
         """
+        with engine.conversations():
+            return self._run(prompts, engine, sampling)
+
+    def _run(
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+    ) -> tuple[Prompts, Rollout]:
         episodes = self._open(prompts, sampling.max_new_tokens)
         for turn in range(1, self.max_turns + 1):
             live = [row for row, episode in enumerate(episodes) if episode.finish_reason is None]

@@ -183,7 +183,6 @@ class PPO:
             scores,
             config,
             coefficients,
-            usual_scores=state.usual_scores,
             function=self.parts.functions.get("advantage"),
         )
         metrics = experience_metrics(experience, config) | metrics | mismatch
@@ -246,18 +245,19 @@ class PPO:
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:
         """Compute policy and value loss of a microbatch from one pass of the trunk.
 
-        If the policy is not trained, the loss is the value loss alone.
+        If the policy is not trained, the loss is the value loss alone. A value head in closed form
+        has none.
         """
         trains_policy = micro.trained.policy
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
-            hidden, values, value_states = self.model(layout, detach_values=not trains_policy)
+            detach = not trains_policy or not self.value_head.has_loss
+            hidden, values, value_states = self.model(layout, detach_values=detach)
             with torch.set_grad_enabled(trains_policy):
                 policy = self.policy_loss(hidden, layout, micro, coefficients)
             value, value_clipped = value_loss(values, micro, coefficients)
-        loss = coefficients.vf_coef * value
-        if trains_policy:
-            loss = policy.loss + loss
+        loss = policy.loss if trains_policy else torch.zeros_like(value)
+        loss = loss + self.value_head.loss(value, coefficients)
         sums = LossSums(
             policy=policy.sums,
             loss=loss.detach(),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
@@ -210,7 +211,7 @@ class PhaseTimer:
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
     """Convert 0-d tensors to floats in one transfer."""
-    flat = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
+    flat = torch.stack([wide(value.detach()) for value in metrics.values()]).tolist()
     return dict(zip(metrics, flat, strict=True))
 
 
@@ -231,7 +232,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     returns = experience.monte_carlo_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
-    covariance = at_prompt.double().cov(correction=0)
+    covariance = wide(at_prompt).cov(correction=0)
     varies = covariance[0, 0] > LEAST_DEVIATION**2
     metrics = {
         "spread": returns.std(correction=0),
@@ -240,7 +241,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     }
     if len(returns) > 1:  # torch warns about a single sample
         both = torch.stack([experience.advantages, returns])
-        metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
+        metrics["advantage_correlation"] = wide(both).corrcoef()[0, 1]
     numbers = to_floats(metrics)
     if not numbers.pop("spread") > LEAST_DEVIATION:
         return {}

@@ -28,6 +28,9 @@ from torch import Tensor
 from fastppo_kernels import records
 from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken, Softmax
 
+WITHOUT_FP64 = ("mps",)
+"""Types of devices that have no fp64: Apple's GPUs."""
+
 
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Return ((z − max z)/T [N, V] in the accumulation dtype, row maximum [N]).
@@ -417,13 +420,13 @@ def shaped_advantages(
     trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
 ) -> records.ShapedAdvantages:
     """Return GAE of the rewards −kl_coef·KL_t plus the score on the last token, not whitened."""
-    kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
+    kls = wide(torch.zeros_like(trajectory.token_values))
     if shaping.ref_logprobs is not None:
-        kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
+        kls = sampled_kl(wide(shaping.logprobs) - shaping.ref_logprobs, shaping.kl_estimator)
     rewards = -shaping.kl_coef * kls.contiguous()
     bound = shaping.score_clip or math.inf
     rewards = rewards if trajectory.token_rewards is None else rewards + trajectory.token_rewards
-    kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
+    kl = kls.new_zeros(len(shaping.scores))
     for i, tokens in enumerate(responses(trajectory)):
         rewards.view(-1)[tokens[-1:]] += shaping.scores[i].clamp(-bound, bound)
         kl[i] = kls.flatten()[tokens].sum()
@@ -432,9 +435,14 @@ def shaped_advantages(
     return records.ShapedAdvantages(advantages, returns, kl.to(returns.dtype), moments)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp64, or in fp32 on a device without fp64."""
+    return x.float() if x.device.type in WITHOUT_FP64 else x.double()
+
+
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
-    x = (x if mask is None else x[mask]).double()
+    """Return (count, Σx, Σx²) over the mask, fp64 [3]; fp32 on a device without fp64."""
+    x = wide(x if mask is None else x[mask])
     return torch.stack([torch.ones_like(x).sum(), x.sum(), (x**2).sum()])
 
 
@@ -445,7 +453,7 @@ def whiten(
     count, total, squares = whitening_moments(x, mask) if moments is None else moments
     mean = total / count.clamp(min=1)
     variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
-    white = (x.double() - mean) * torch.rsqrt(variance + records.WHITEN_EPSILON)
+    white = (wide(x) - mean) * torch.rsqrt(variance + records.WHITEN_EPSILON)
     white = white if shift_mean else white + mean
     white = white if mask is None else torch.where(mask, white, 0.0)
     return white.to(records.accumulation_dtype(x.dtype))

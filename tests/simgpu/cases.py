@@ -158,7 +158,7 @@ add_run(
     "dynamic_sampling", samples_per_prompt=2, dynamic_sampling=2, advantage="group", vf_coef=0.0
 )
 add_run("rloo", samples_per_prompt=2, advantage="rloo", vf_coef=0.0)
-add_run("importance", importance_mode="sequence_mask")
+add_run("importance", importance="sequence-mask")
 add_run("early_stop", early_stop_kl=1e-6, ppo_epochs=2)
 add_run("auto_rate", learning_rate="auto", ppo_epochs=2)
 add_run("bootstrap", truncated="bootstrap")
