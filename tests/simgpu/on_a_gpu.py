@@ -4,7 +4,7 @@
 
 The suite's shapes for a GPU would take days in Triton's interpreter, and its timer fills the cache
 of a GPU between calls. So the shapes are replaced here, and each function is called once and timed
-as one millisecond. The GPU tests are collected, and the demo runs one iteration.
+as one millisecond. The GPU tests are collected, and the demo runs one iteration of PPO.
 """
 
 from __future__ import annotations
@@ -33,8 +33,20 @@ def main() -> None:
     if arguments[:3] == ["-m", "pytest", "-q"]:
         arguments.append("--collect-only")
     elif arguments[:3] == ["-m", "fastppo", "demo"]:
-        arguments += ["--iterations", "1", "--rollout_batch_size", "4", "--minibatches", "1"]
+        _shorten_demo()
     run.execute(arguments)
+
+
+def _shorten_demo() -> None:
+    from fastppo.demo import run as demo
+
+    config_of = demo.ppo_config
+    toy = {"iterations": 1, "rollout_batch_size": 8, "max_new_tokens": 8, "ppo_epochs": 1}
+
+    def ppo_config(stages_dir: Any, output_dir: Any, **options: Any) -> Any:
+        return config_of(stages_dir, output_dir, **{**options, **toy, "microbatch_size": 8})
+
+    demo.ppo_config = ppo_config
 
 
 def _called_once(call: Callable[[], object], **options: Any) -> Any:
