@@ -129,11 +129,9 @@ class LanguageModel(nn.Module):
         """Return logprobs and entropy of the response tokens, [N] fp32, nats."""
         with self.autocast():
             layout = self.layout(batch)
+            hidden = self.hidden(layout)  # first: it gathers the head of a sharded model
             return self.head.token_stats(
-                self.hidden(layout),
-                layout.response_tokens,
-                temperature=temperature,
-                backend=backend,
+                hidden, layout.response_tokens, temperature=temperature, backend=backend
             )
 
     def response_logprobs(
