@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.activity import begin_stage
 from fastppo.data.chat import (
     decode_completions,
     encodable,
@@ -189,6 +190,7 @@ class Turns:
             live = [row for row, episode in enumerate(episodes) if episode.finish_reason is None]
             if not live:
                 break
+            begin_stage(f"turn {turn}")
             conversations = [episodes[row].conversation for row in live]
             sampled = engine.generate(conversations, sampling).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)

@@ -27,6 +27,7 @@ import torch
 from fastppo_kernels.definition import WITHOUT_FP64
 from torch import Tensor
 
+from fastppo.activity import begin_count, count
 from fastppo.data.batch import on_device
 from fastppo.models.cache import GrowingCache, KeptPrefixes, Prefix
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -99,6 +100,7 @@ class DecoderEngine(RolloutEngine):
         step = self.batch_size or max(1, len(prompt_ids))
         causal_lm = self.policy.causal_lm
         was_training = causal_lm.training
+        begin_count(len(prompt_ids))
         causal_lm.eval()  # in training mode gradient checkpointing switches the cache off
         try:
             with self.policy.autocast():
@@ -147,10 +149,12 @@ class DecoderEngine(RolloutEngine):
             left = responses.read(torch.stack(pending, dim=1).tolist())
             pending = []
             if len(left) < len(rows.live):
+                count(len(rows.live) - len(left))
                 rows.leave(left, responses.tokens)
                 responses.live = rows.live
                 if not left:
                     break
+        count(len(rows.live))
         final_values = None
         if self.final_values:
             final_values = torch.zeros(len(responses.tokens))

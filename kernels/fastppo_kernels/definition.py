@@ -185,7 +185,7 @@ def policy_term(
         tau_negative = objective.tau_negative
         assert tau_positive is not None
         assert tau_negative is not None
-        tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
+        tau = torch.where(advantages > 0, ratio.new_full((), tau_positive), tau_negative)
         # Autograd differentiates torch.sigmoid as s·(1 − s), which is 0 where s rounds to 1.
         gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
         return -4 / tau * gate * advantages
@@ -255,9 +255,7 @@ def loss_of_statistics(
     if token_loss is not None:
         policy = torch.where(counted, token_loss(logprobs, h, t), 0.0)
         if policy.requires_grad:
-            (by_logprobs,) = torch.autograd.grad(
-                policy.sum(), logprobs, retain_graph=True, materialize_grads=True
-            )
+            by_logprobs = _gradient_of_tokens(policy, logprobs, h.detach(), t, token_loss)
             outside = (t.advantages != 0) & (by_logprobs == 0)
     else:
         policy = policy_term(logprobs, ratio, bounded, t.advantages, objective)
@@ -292,6 +290,30 @@ def loss_of_statistics(
         ratio_max=torch.cat([ratio * counted, ratio.new_zeros(1)]).max(),
     )
     return total, torch.stack([x.detach().to(total.dtype) for x in sums]), kl.detach()
+
+
+def _gradient_of_tokens(
+    policy: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor,
+    per_token: PerToken,
+    token_loss: Callable[[Tensor, Tensor, PerToken], Tensor],
+) -> Tensor:
+    """Return the gradient [N] of a token loss by the logprobs, 0 where it has none.
+
+    torch.compile traces `torch.func.grad`, which calls the function again, and not
+    `torch.autograd.grad`.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.autograd.grad(
+            policy.sum(), logprobs, retain_graph=True, materialize_grads=True
+        )[0]
+    counted = per_token.weights != 0
+
+    def total(x: Tensor) -> Tensor:
+        return torch.where(counted, token_loss(x, entropies, per_token), 0.0).sum()
+
+    return torch.func.grad(total)(logprobs.detach())
 
 
 def loss(
