@@ -29,8 +29,8 @@ LIMITS = {
 }
 """Of one call: experience and the rest of an update are for four microbatches of two rows."""
 
-WAITS_IN_MICROBATCHES = {"ptx": 2, "gemma2": 2, "sapo_fp16": 1}
+WAITS_IN_MICROBATCHES = {"ptx": 1, "gemma2": 2, "generate_gemma2": 2, "sapo_fp16": 1}
 """Cases with waits in a microbatch: the most per microbatch."""
 
-WAITS_PER_STEP = {"fp16": 4, "sapo_fp16": 4}
+WAITS_PER_STEP = {"fp16": 3, "sapo_fp16": 3, "generate_fp16": 3, "critic_warmup": 2}
 """Cases with more than one wait per optimizer step."""

@@ -76,9 +76,9 @@ def test_quick_cases(names: tuple[str, ...]) -> None:
         check(result)
         if result["case"] != "default":
             continue
-        calls, launches = result["calls"], result["launches"]
-        for phase, counted in (("microbatch", "microbatches"), ("optimizer step",) * 2):
-            check_launches(phase, launches[counted] / calls[phase], LIMITS[phase], LAYERS)
+        # The first optimizer steps also make AdamW's state, so the slow tests count them.
+        launches = result["launches"]["microbatches"] / result["calls"]["microbatch"]
+        check_launches("microbatch", launches, LIMITS["microbatch"], LAYERS)
 
 
 @pytest.mark.slow
