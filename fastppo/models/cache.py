@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 GROWTH = 64
 """Tokens by which a full buffer grows."""
@@ -47,6 +47,11 @@ class GrowingCache(DynamicCache):
         layers: list[Any] = self.layers
         self.layers = [_BufferedLayer() if type(x) is DynamicLayer else x for x in layers]
         self.dtype = dtype
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether some layers store keys and values, and not recurrent states alone."""
+        return any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
 
     @property
     def has_keys_alone(self) -> bool:

@@ -247,7 +247,8 @@ class _LiveRows:
         self.is_shared = False
         rows = self.first_rows if is_shared else slice(None)
         mask = None
-        if self.is_ragged:
+        # A recurrent state has no columns that a mask could exclude after the prompts.
+        if self.is_ragged and (begin == 0 or self.cache.has_keys):
             mask = self.mask[rows, : self.length]
             if self.step_mask is not None and self.length - begin == 1:
                 mask = self.step_mask[rows, :, :, : self.length]

@@ -65,6 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "head_dim": 8},
     "zaya": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
     "mamba2": {
         "state_size": 8,
         "num_heads": 8,
