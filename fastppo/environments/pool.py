@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
-from fastppo.environments.maker import EnvironmentMaker
+from fastppo.environments.maker import Conversation, EnvironmentMaker
 from fastppo.environments.tools import is_tool_class
 from fastppo.functional.scalars import describe
 from fastppo.plugins.calling import (
@@ -258,7 +258,7 @@ def _failure(error: UserCodeError, where: str) -> Failure:
 
 def _read_opening(returned: Any) -> Any:
     """Validate the result of `reset`."""
-    if returned is None or isinstance(returned, str) or is_chat(returned):
+    if returned is None or isinstance(returned, (str, Conversation)) or is_chat(returned):
         return returned
     raise ValueError(
         f"returned {describe(returned)} in reset; expected a text, chat messages or None"
@@ -276,7 +276,7 @@ def _read_answer(returned: Any) -> Answer:
     done = plain_values(returned[2])
     if not isinstance(done, bool):
         raise ValueError(f"returned done={describe(done)} in step; expected a bool")
-    if not done and not isinstance(observation, str) and not is_chat(observation):
+    if not done and not isinstance(observation, (str, Conversation)) and not is_chat(observation):
         raise ValueError(
             f"returned the observation {describe(observation)} in step; expected a text or chat "
             "messages, because the episode is not done"

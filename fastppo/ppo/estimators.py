@@ -29,7 +29,12 @@ from fastppo.data.batch import on_device
 from fastppo.functional import advantages as functional
 from fastppo.functional.advantages import Advantages, compute_advantages, gae
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.user_functions import call_by_name, check_per_token, name_and_place
+from fastppo.functional.user_functions import (
+    call_by_name,
+    check_per_token,
+    name_and_place,
+    named_by,
+)
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
@@ -49,6 +54,9 @@ ROUNDING = 1e-5
 """Advantages of at most this size, in reward units, are set to 0. If all responses earn the same
 and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
 normalizes the gradient and would take a full step in its direction."""
+
+BY_EPISODE = ("samples_per_prompt", "episodes")
+"""Arguments of a user's advantage that are about episodes."""
 
 LEAST_SIGNAL = 0.1
 """Smallest standard deviation of a batch's scores that is a signal, as a share of the usual one."""
@@ -125,7 +133,7 @@ def estimate_advantages(
         if finished.any():
             lengths = experience.batch.generated_lengths
             in_loss = on_device(finished.repeat_interleave(lengths), experience.batch.device)
-            totals = None if totals is None else totals[finished]
+            totals = None if totals is None else totals[experience.by_episode(finished)]
             spread = learned[in_loss].std(correction=0)
             learned = _whitened(learned[in_loss], whiten, config)
         else:
@@ -207,17 +215,18 @@ def _estimates(
 
 
 def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
-    """Return the discounted rewards of each response without the KL, [B] on the CPU.
+    """Return the discounted rewards of each episode without the KL, [episodes] on the CPU.
 
     If they are equal, no action was better than another.
     """
     if config.gamma == 1:
-        return scores.total
+        return experience.by_episode(scores.total)
     within = None if scores.within is None else scores.within.to(experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
-    return _of_responses(monte_carlo_returns(rewards_only, config), experience).cpu()
+    returns = monte_carlo_returns(rewards_only, config)
+    return experience.by_episode(_of_responses(returns, experience).cpu())
 
 
 def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
@@ -313,9 +322,14 @@ def _token_gae(
 
 
 def _response_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
-    """One advantage per response, repeated for each of its tokens."""
+    """One advantage per response, repeated for each of its tokens.
+
+    `rloo` and `group` compare episodes, by the mean over their rows.
+    """
     result = _token_gae(experience, config, lam=1.0, whiten=False)
-    advantages = _against_group(_of_responses(result.advantages, experience), config)
+    advantages = _of_responses(result.advantages, experience)
+    if config.advantage != "sequence":
+        advantages = experience.by_row(_against_group(experience.mean_of_rows(advantages), config))
     lengths = experience.batch.cu_seqlens.diff()
     advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
     spread = advantages.std(correction=0)
@@ -325,7 +339,23 @@ def _response_advantages(experience: Experience, config: PPOConfig, whiten: bool
 def _user_estimates(
     experience: Experience, config: PPOConfig, whiten: bool, function: Callable[..., Any]
 ) -> Estimates:
-    """Compute advantages by a user-defined function."""
+    """Compute advantages by a user-defined function.
+
+    Raises:
+        ValueError: the function groups rows by `samples_per_prompt`, but an episode has several.
+    """
+    episodes = experience.episodes
+    if episodes is None:
+        episodes = torch.arange(len(experience.batch))
+    elif (
+        "samples_per_prompt" in (named := named_by(function, dict.fromkeys(BY_EPISODE, 0)))
+        and "episodes" not in named
+    ):
+        raise ValueError(
+            f"advantage {name_and_place(function)}: an episode has several rows, so that the "
+            "responses to a prompt are not samples_per_prompt rows: take `episodes`, the episode "
+            "of each row"
+        )
     advantages, returns = user_advantages(
         function,
         shaped_rewards(experience, config),
@@ -335,6 +365,7 @@ def _user_estimates(
         ref_logprobs=None if experience.ref_logprobs is None else experience.ref_logprobs.clone(),
         samples_per_prompt=config.samples_per_prompt,
         gamma=config.gamma,
+        episodes=on_device(episodes, experience.batch.device),
     )
     if returns is None:
         returns = monte_carlo_returns(experience, config)
@@ -374,13 +405,11 @@ def user_advantages(
 
 
 def _against_group(rewards: Tensor, config: PPOConfig) -> Tensor:
-    """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
+    """Return the advantages of episodes, [B] like their rewards. Groups are adjacent.
 
     Raises:
         ValueError: the batch does not consist of whole groups.
     """
-    if config.advantage == "sequence":
-        return rewards
     count = config.samples_per_prompt
     if len(rewards) % count:
         raise ValueError(

@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import set_seed
 
-from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
+from fastppo.ppo.rows import Rows
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
@@ -79,11 +79,13 @@ def evaluate_policy(
     ):
         prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
         scores = ppo.score(prompts, rollout, coefficients, scorer)
-    batch = Batch.of(prompts.token_ids, rollout.tokens, ppo.parts.device, rollout.response_mask)
+    batch = Rows.of(prompts.token_ids, rollout).batch(ppo.parts.device)
 
     def policy_means(limits: Limits) -> dict[str, float]:
         plan = split(batch, limits, ppo.world)
-        return policy_metrics(batch, plan, config, model=ppo.model, reference=ppo.reference)
+        return policy_metrics(
+            batch, len(prompts), plan, config, model=ppo.model, reference=ppo.reference
+        )
 
     return {
         **response_metrics(scores, rollout, {}),
@@ -182,7 +184,7 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
         "completion": result["completions"][row],
         "reward": scores.total[row].item(),
         "rewards": rewards,
-        "tokens": rollout.generated_lengths[row],
+        "tokens": rollout.episode_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
         **rollout.turns_record(row),
     }

@@ -14,6 +14,7 @@ from fastppo.data.microbatches import Limits, assign
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.aggregation import aggregation_weights
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.trained import Trained
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -71,6 +72,9 @@ class Experience:
     """[B] bool on the CPU, whether each response was truncated."""
     masked: Tensor | None = None
     """[B] bool on the CPU, responses left out of the loss. None means that all are in it."""
+    episodes: Tensor | None = None
+    """[B] int64 on the CPU, the episode of each sequence, adjacent for the rows of an episode. None
+    if every episode is one row; see `fastppo.ppo.rows`."""
 
     # 2. From the policies before the update (`fastppo.ppo.policies`).
     old_logprobs: Tensor = PENDING
@@ -112,24 +116,70 @@ class Experience:
     """Weight of each token in its minibatch's loss."""
 
     @classmethod
-    def of_rollout(
-        cls, batch: Batch, rollout: Rollout, scores: Scores, *, masks: bool
-    ) -> Experience:
+    def of_rows(cls, batch: Batch, rows: Rows, scores: Scores, *, masks: bool) -> Experience:
         """Return the experience before its first step.
 
         Args:
-            masks: whether truncated responses are left out of the loss.
+            rows: the rows of the batch.
+            scores: of the rows.
+            masks: whether truncated episodes are left out of the loss.
         """
-        truncated = torch.tensor(rollout.truncated)
-        return cls(
+        truncated = torch.tensor(rows.rollout.truncated)
+        experience = cls(
             batch,
             scores=scores.total.repeat_interleave(batch.generated_lengths).to(batch.device),
             truncated=truncated,
-            masked=truncated if masks else None,
+            episodes=rows.episodes,
         )
+        if masks:
+            masked = experience.by_row(experience.by_episode(truncated))
+            experience = replace(experience, masked=masked)
+        return experience
 
     def __len__(self) -> int:
-        return len(self.batch)
+        """Return the number of episodes."""
+        return len(self.rows_per_episode)
+
+    @property
+    def rows_per_episode(self) -> Tensor:
+        """[episodes] int64 on the CPU."""
+        if self.episodes is None:
+            return torch.ones(len(self.batch), dtype=torch.int64)
+        return self.episodes.unique_consecutive(return_counts=True)[1]
+
+    @property
+    def episode_lengths(self) -> Tensor:
+        """[episodes] int64 on the CPU, tokens of the policy in all rows of each episode."""
+        lengths = self.batch.generated_lengths
+        if self.episodes is None:
+            return lengths
+        return torch.segment_reduce(lengths.double(), "sum", lengths=self.rows_per_episode).long()
+
+    def by_episode(self, by_row: Tensor) -> Tensor:
+        """Return the entry of each episode's last row, [episodes]."""
+        if self.episodes is None:
+            return by_row
+        return by_row[self.rows_per_episode.cumsum(0) - 1]
+
+    def mean_of_rows(self, by_row: Tensor) -> Tensor:
+        """Return the mean over each episode's rows, [episodes]."""
+        if self.episodes is None:
+            return by_row
+        counts = self.rows_per_episode.to(by_row.device)
+        return torch.segment_reduce(by_row, "mean", lengths=counts)
+
+    def by_row(self, by_episode: Tensor) -> Tensor:
+        """Repeat the entry of each episode for its rows, [B]."""
+        if self.episodes is None:
+            return by_episode
+        return by_episode.repeat_interleave(self.rows_per_episode.to(by_episode.device))
+
+    def rows_of(self, episodes: Tensor) -> Tensor:
+        """Return the rows of episodes, in the order of the episodes, [k] int64 on the CPU."""
+        if self.episodes is None:
+            return episodes
+        counts = self.rows_per_episode
+        return spans(starts(counts)[episodes], counts[episodes])
 
     @property
     def has_loss(self) -> bool:
@@ -141,10 +191,12 @@ class Experience:
         lengths = self.batch.generated_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         masked = None if self.masked is None else self.masked[rows]
+        episodes = None if self.episodes is None else self.episodes[rows]
         return Experience(
             self.batch.select(rows),
             **{name: value[index] for name, value in self._in_update().items()},
             masked=masked,
+            episodes=episodes,
             trained=self.trained,
         )
 
@@ -157,14 +209,15 @@ class Experience:
     def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
         """Split into at most `count` minibatches of about equal size, each with its loss weights.
 
-        The weights belong to the minibatch, so splitting it further changes nothing. All
-        minibatches share the memory of one shuffled copy.
+        A minibatch consists of whole episodes. The weights belong to the minibatch, so splitting it
+        further changes nothing. All minibatches share the memory of one shuffled copy.
 
         Args:
-            order: [B] int64 on the CPU.
+            order: [episodes] int64 on the CPU.
         """
-        sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
-        shuffled = self.select(order)
+        parts = [self.rows_of(part) for part in order.tensor_split(min(count, len(self)))]
+        sizes = [len(rows) for rows in parts]
+        shuffled = self.select(torch.cat(parts))
         lengths = shuffled.batch.generated_lengths
         per_token: dict[str, Any] = {
             name: split_packed(value, lengths, sizes)
@@ -176,6 +229,7 @@ class Experience:
                 batch,
                 **{name: parts[i] for name, parts in per_token.items()},
                 masked=None if shuffled.masked is None else shuffled.masked.split(sizes)[i],
+                episodes=None if shuffled.episodes is None else shuffled.episodes.split(sizes)[i],
                 trained=self.trained,
             )
             minibatches.append(minibatch.weighted(aggregation))
@@ -201,7 +255,8 @@ class Experience:
 
     def weighted(self, aggregation: str) -> Experience:
         """Return a copy with each token's weight in a loss over the whole batch."""
-        weights = token_weights(self.batch.generated_lengths, aggregation, self.masked)
+        masked = None if self.masked is None else self.by_episode(self.masked)
+        weights = token_weights(self.episode_lengths, aggregation, masked)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def _in_update(self) -> dict[str, Any]:

@@ -252,13 +252,13 @@ def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, f
     batch = experience.batch
     assert experience.advantage_std is not None
     metrics = {
-        "response_length": batch.generated_lengths.float().mean().to(batch.device),
+        "response_length": experience.episode_lengths.float().mean().to(batch.device),
         "advantage_std": experience.advantage_std,
     }
     if experience.ref_logprobs is not None:
         # Always k1, the unbiased estimator, for comparison with targets and published runs.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
-        metrics["kl"] = total_kl / len(batch)
+        metrics["kl"] = total_kl / len(experience)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
     if config.advantage in CRITIC_FREE:
         return to_floats(metrics)
@@ -269,6 +269,7 @@ def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, f
 
 def policy_metrics(
     batch: Batch,
+    episodes: int,
     plan: MicrobatchPlan,
     config: PPOConfig,
     *,
@@ -278,17 +279,18 @@ def policy_metrics(
     """Return entropy (nats per token), response length (tokens) and KL (nats per sequence).
 
     Args:
+        episodes: number of episodes, of which the batch has the rows.
         plan: the batch in microbatches.
         reference: None for no KL.
     """
     logprobs, entropy = model.stats_of_plan(plan, **config.softmax)
     means = {
         "entropy": entropy.sum().item() / max(batch.response_count, 1),
-        "response_length": batch.response_count / len(batch),
+        "response_length": batch.response_count / episodes,
     }
     if reference is not None:
         ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **config.softmax))
-        means["kl"] = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
+        means["kl"] = sampled_kl(logprobs, ref_logprobs).sum().item() / episodes
     return means
 
 
@@ -351,7 +353,7 @@ def response_metrics(
 
 def length_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the shortest and the longest response, and the mean of finished ones, in tokens."""
-    lengths = rollout.generated_lengths
+    lengths = rollout.episode_lengths
     if not lengths:
         return {}
     metrics = {
@@ -379,16 +381,26 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
+    """Return turns per episode, the share of each finish reason, and tool calls by outcome.
+
+    If an episode has several rows, also the rows per episode.
+    """
     count = max(1, len(rollout.tokens))
-    is_turn = [key for row in rollout.response_mask or () for key, _ in itertools.groupby(row)]
+    branches = list(itertools.chain.from_iterable(rollout.branches or ()))
+    masks = [
+        mask
+        for one in (rollout, *(b.rollout for b in branches))
+        for mask in one.response_mask or ()
+    ]
+    is_turn = [key for mask in masks for key, _ in itertools.groupby(mask)]
+    rows = {"rows": 1 + len(branches) / count} if branches else {}
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
     calls = {}
     if rollout.calls is not None:
         outcomes = list(itertools.chain.from_iterable(rollout.calls))
         calls = {f"tools/{name}": outcomes.count(name) / count for name in OUTCOMES}
-    return {"turns": sum(is_turn) / count, **shares, **calls}
+    return {"turns": sum(is_turn) / count, **rows, **shares, **calls}
 
 
 def sample_records(
@@ -399,8 +411,9 @@ def sample_records(
     kl_by_response = None
     if experience.ref_logprobs is not None:
         token_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        kl_by_response = token_kl.split(rollout.generated_lengths)
+        kl_by_response = token_kl.split(rollout.episode_lengths)
     totals = scores.total.tolist()
+    lengths = rollout.episode_lengths
     return [
         {
             "prompt": prompts.prompts[i],
@@ -409,7 +422,7 @@ def sample_records(
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},
             "monitors": {name: scored.or_none[i] for name, scored in scores.monitors.items()},
             "kl": None if kl_by_response is None else kl_by_response[i].sum().item(),
-            "tokens": rollout.generated_lengths[i],
+            "tokens": lengths[i],
             "finish_reason": rollout.finish_reasons[i],
             **rollout.turns_record(i),
         }

@@ -19,7 +19,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ class Rollout:
     """Outcomes of each episode's tool calls: `answered`, `unknown`, `malformed` or `raised`."""
     versions: list[int] | None = None
     """Version of the weights that generated each response, [B], as the engine counts versions."""
+    branches: list[list[Branch]] | None = None
+    """Further rows of each episode; see `Branch`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -126,6 +128,17 @@ class Rollout:
         return [
             list(itertools.compress(tokens, mask))
             for tokens, mask in zip(self.tokens, self.response_mask, strict=True)
+        ]
+
+    @property
+    def episode_lengths(self) -> list[int]:
+        """[B] number of tokens of the policy in all rows of each episode."""
+        lengths = self.generated_lengths
+        if self.branches is None:
+            return lengths
+        return [
+            length + sum(sum(branch.rollout.generated_lengths) for branch in branches)
+            for length, branches in zip(lengths, self.branches, strict=True)
         ]
 
     @property
@@ -170,6 +183,18 @@ class Rollout:
             else:
                 joined[name] = [row for value in values for row in value]
         return cls(**joined)
+
+
+class Branch(NamedTuple):
+    """A row of an episode that does not contain the episode's last turn.
+
+    An episode has several rows if its agent does not repeat the whole conversation in each request:
+    the rows are its conversations. The row with the last turn is the episode's response.
+    """
+
+    prompt_ids: list[int]
+    rollout: Rollout
+    """One response."""
 
 
 class RolloutEngine(ABC):

@@ -14,9 +14,10 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
+from fastppo.environments.episodes import as_turns
 from fastppo.environments.loading import load_environment
 from fastppo.environments.maker import EnvironmentMaker
-from fastppo.environments.turns import Turns, as_turns
+from fastppo.environments.turns import Turns
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.one_turn import OneTurn
