@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from fastppo.data.chat import is_chat, text_of
-from fastppo.environments.maker import PolicyTurn, TurnFormat
+from fastppo.environments.maker import PolicyTurn, StepInfo, TurnFormat
+from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Branch, Rollout
 
 POLICY = "policy"
@@ -119,6 +120,17 @@ class Episode:
     """None while the episode continues."""
     version: int | None = None
     """Version of the sampler's weights."""
+    outcome: str | None = None
+    """Entry of `Rollout.outcomes`."""
+    invalid: int | None = None
+    """Entry of `Rollout.invalid`."""
+    error: RewardError | None = None
+    """Error of the environment, which ended the episode."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the episode continues."""
+        return self.finish_reason is None and self.error is None
 
     def __post_init__(self) -> None:
         self.rows.append(self.row)
@@ -158,6 +170,12 @@ class Episode:
         self.row.rewards[-1] += reward
         turn = next(turn for turn in reversed(self.turns) if turn["role"] == POLICY)
         turn["reward"] += reward
+
+    def add_info(self, info: StepInfo) -> None:
+        """Count an invalid action, and take the outcome."""
+        if info.invalid is not None:
+            self.invalid = (self.invalid or 0) + info.invalid
+        self.outcome = info.outcome or self.outcome
 
     def add_entries(self, entries: Sequence[dict[str, Any]]) -> None:
         """Append entries of `turns`, with the number of their row after the first."""
@@ -208,6 +226,10 @@ def rollout_of(episodes: Sequence[Episode]) -> Rollout:
     versions = [episode.version for episode in episodes if episode.version is not None]
     rollout.versions = versions or None
     rollout.turns = [episode.turns for episode in episodes]
+    if any(episode.outcome is not None for episode in episodes):
+        rollout.outcomes = [episode.outcome for episode in episodes]
+    if any(episode.invalid is not None for episode in episodes):
+        rollout.invalid = [episode.invalid or 0 for episode in episodes]
     rollout.branches = [
         [
             Branch(row.prompt_ids, row.rollout(FINISHED))

@@ -39,6 +39,15 @@ class Conversation(NamedTuple):
     """Schemas of the tools that the policy may call."""
 
 
+class StepInfo(NamedTuple):
+    """What an environment says about an action, besides the reward."""
+
+    invalid: bool | None = None
+    """Whether the action was invalid; None if the environment does not say so."""
+    outcome: str | None = None
+    """Outcome of the episode, such as success."""
+
+
 class TurnFormat:
     """The form in which an environment gets the policy's turns: plain texts."""
 

@@ -35,6 +35,7 @@ from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.environments.episodes import Episode, Row, TurnEnd, as_turns, rollout_of
+from fastppo.environments.failures import RaiseFailures
 from fastppo.environments.loading import as_maker
 from fastppo.environments.maker import Conversation, TurnFormat
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening
@@ -60,6 +61,8 @@ class Turns:
         options: options of calls to the environments.
         failure_file: receives the episode of a failed environment.
         world: the ranks. Each holds the environments of its local rows.
+        failures: what happens to the episode of an environment that fails; by default it ends the
+            run.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Turns:
         options: CallOptions | None = None,
         failure_file: Path | None = None,
         world: World | None = None,
+        failures: RaiseFailures | None = None,
     ) -> None:
+        self.failures = failures or RaiseFailures()
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.context = 2**31 if context is None else context
@@ -80,7 +85,9 @@ class Turns:
         self.failure_file = failure_file
         self.world = world or World()
         self.make = as_maker(make)
-        self.environments = EnvironmentPool(self.make, options=self.options, world=self.world)
+        self.environments = EnvironmentPool(
+            self.make, options=self.options, world=self.world, drops=self.failures.drops
+        )
         self.name = self.make.__name__
         self.has_rewards = self.make.has_rewards
         self.format = self.make.turn_format(tokenizer)
@@ -92,16 +99,16 @@ class Turns:
 
         Returns:
             the prompts, with the first observations as token ids, and the responses. The rewards of
-            the environments are in `Rollout.rewards`.
+            the environments are in `Rollout.rewards`. Dropped episodes are left out of both.
 
         Raises:
             RewardError: an environment raised, exceeded its time limit, or returned an invalid
                 answer, or one that the chat template does not accept. Its episode is written to
-                `failure_file` first.
+                `failure_file` first. If failed episodes are dropped, too many have failed.
         """
         episodes = self._open(prompts, sampling.max_new_tokens)
         for turn in range(1, self.max_turns + 1):
-            live = [row for row, episode in enumerate(episodes) if episode.finish_reason is None]
+            live = [row for row, episode in enumerate(episodes) if episode.is_live]
             if not live:
                 break
             conversations = [episodes[row].row.conversation for row in live]
@@ -116,21 +123,28 @@ class Turns:
                         episode.row, conversations[place], sampled.tokens[place], texts[place]
                     )
             answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
-            for row in turns:
-                self._take_answer(
-                    episodes[row], answers[row], sampling, is_last=turn == self.max_turns
-                )
+            for row, answer in answers.items():
+                self._take_answer(episodes[row], answer, sampling, is_last=turn == self.max_turns)
         if self.make.has_end:
-            cut_off = [episode.cut_off for episode in episodes]
-            final_rewards = self._checked(self.environments.end(cut_off), episodes)
-            for row, episode in enumerate(episodes):
-                episode.add_reward(final_rewards[row])
+            cut_off = {
+                row: episode.cut_off for row, episode in enumerate(episodes) if not episode.error
+            }
+            final_rewards = self._checked(self.environments.end(cut_off, len(episodes)), episodes)
+            for row, reward in final_rewards.items():
+                episodes[row].add_reward(reward)
+        kept = self.failures.kept(episodes)
+        episodes = [episodes[row] for row in kept]
+        prompts = prompts.select(kept)
         # Rewards get the dataset's prompts. The token ids include the first observations.
         ids = [episode.row.prompt_ids for episode in episodes]
         rollout = rollout_of(episodes)
         if self.format.has_calls:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of failed episodes since the last call, if they are dropped."""
+        return self.failures.metrics()
 
     def close(self) -> None:
         """Close the environments. Errors are reported as messages."""
@@ -147,9 +161,9 @@ class Turns:
             Episode(row_columns, Row(prompt, ids, self.format)) for prompt, ids, row_columns in rows
         ]
         openings = self._checked(self.environments.reset(prompts.prompts, columns), episodes)
-        for row, episode in enumerate(episodes):
-            with self._saving(episode):
-                self._begin(episode, openings[row], max_new_tokens)
+        for row, opening in openings.items():
+            with self._saving(episodes[row]):
+                self._begin(episodes[row], opening, max_new_tokens)
         return episodes
 
     def _begin(self, episode: Episode, opening: Any, max_new_tokens: int) -> None:
@@ -188,9 +202,11 @@ class Turns:
     ) -> None:
         """Add the reward, and append the observation or end the episode."""
         episode.add_reward(answer.reward)
+        episode.add_info(answer.info)
         if answer.done:
             episode.finish_reason = FINISHED
             return
+        has_room = False
         with self._saving(episode):
             if isinstance(answer.observation, Conversation):
                 has_room = self._take_conversation(
@@ -298,25 +314,28 @@ class Turns:
             text = text.lstrip().removeprefix(last_token)
         return self._ids_of(text)
 
-    def _checked(
-        self, answers: Mapping[int, Any], episodes: Sequence[Episode]
-    ) -> Mapping[int, Any]:
-        """Return the answers. For a failure, save its episode and raise RewardError."""
-        failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
-        if not failed:
-            return answers
-        failure: Failure = answers[failed[0]]
-        saved = self._save(episodes[failed[0]], failure)
-        raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
+    def _checked(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> dict[int, Any]:
+        """Return the answers by row, in order, without failures. Save the episodes of those."""
+        checked = {}
+        for row, answer in sorted(answers.items()):
+            if isinstance(answer, Failure):
+                saved = self._save(episodes[row], answer)
+                error = RewardError(f"environment {self.name!r} {answer.sentence}{saved}")
+                self.failures.take(episodes[row], error)
+            else:
+                checked[row] = answer
+        return checked
 
     @contextmanager
     def _saving(self, episode: Episode) -> Iterator[None]:
-        """Save the episode, and raise RewardError, if its text cannot be used."""
+        """Save the episode, which has failed, if its text cannot be used."""
         try:
             yield
         except DataError as error:
             saved = self._save(episode, Failure(str(error)))
-            raise RewardError(f"{error}{saved}") from error
+            failure = RewardError(f"{error}{saved}")
+            failure.__cause__ = error
+            self.failures.take(episode, failure)
 
     def _save(self, episode: Episode, failure: Failure) -> str:
         """Write a failed episode on the first rank. Return the end of the error message."""

@@ -141,6 +141,7 @@ class PPO:
         self.state.coefficient_control.update(metrics, len(experience), experience.trained)
 
         metrics |= response_metrics(scores, rollout, metrics, self.config.samples_per_prompt)
+        metrics |= self.parts.episode_runner.metrics()
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.generated_tokens, scores.total, scores.monitors)
         return Iteration(metrics, responses, experience, drawn)

@@ -28,10 +28,14 @@ from fastppo.run.checkpoint import random_state, restore_random_state
 LOGGED_SAMPLES = 8
 """Responses per iteration, and per evaluation, in the sample records."""
 
-SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
+SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "rows", "invalid_actions")
 """Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over
 the responses. `reward_error`, NaN for a single prompt, and `monitor_error/NAME` are the standard
 errors."""
+
+
+SHOWN_GROUPS = ("reward/", "monitor/", "finish/", "outcome/", "tools/")
+"""Beginnings of the names of evaluation metrics with several members."""
 
 
 @contextmanager
@@ -69,7 +73,7 @@ def evaluate_policy(
     Returns:
         dict: means of reward, each reward term and monitor, kl (nats per sequence, with a
         reference), entropy (nats per token), response_length and eos_rate; `completions`, the
-        texts; `scores`; `rollout`.
+        texts; `prompts`, `scores`, `rollout`, without failed episodes that are dropped.
     """
     config = ppo.config
     coefficients = ppo.state.coefficient_control.at(ppo.state.iteration)
@@ -89,7 +93,9 @@ def evaluate_policy(
 
     return {
         **response_metrics(scores, rollout, {}),
+        **ppo.parts.episode_runner.metrics(),
         **ppo.in_microbatches(policy_means, batch),
+        "prompts": prompts,
         "completions": ppo.completions(prompts, rollout),
         "scores": scores,
         "rollout": rollout,
@@ -147,9 +153,10 @@ class Evaluation:
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
             result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
+            part = result["prompts"]
             applying = result["scores"].counts
             for name, value in result.items():
-                if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):
+                if name in SHOWN or name.startswith(SHOWN_GROUPS):
                     count = applying.get(name, len(part))
                     sums[name] = sums.get(name, 0.0) + value * count
                     counts[name] = counts.get(name, 0) + count

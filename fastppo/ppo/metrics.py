@@ -29,7 +29,7 @@ from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
+from fastppo.rollout import FAILURE, FINISHED, OUT_OF_TURNS, SUCCESS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")
 """Objectives without a clip range."""
@@ -383,7 +383,8 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
     """Return turns per episode, the share of each finish reason, and tool calls by outcome.
 
-    If an episode has several rows, also the rows per episode.
+    If an episode has several rows, also the rows per episode. If the environment says so, also the
+    invalid actions per episode and the share of each outcome of the episodes.
     """
     count = max(1, len(rollout.tokens))
     branches = list(itertools.chain.from_iterable(rollout.branches or ()))
@@ -398,8 +399,15 @@ def turn_metrics(rollout: Rollout) -> dict[str, float]:
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
     calls = {}
     if rollout.calls is not None:
-        outcomes = list(itertools.chain.from_iterable(rollout.calls))
-        calls = {f"tools/{name}": outcomes.count(name) / count for name in OUTCOMES}
+        made = list(itertools.chain.from_iterable(rollout.calls))
+        calls = {f"tools/{name}": made.count(name) / count for name in OUTCOMES}
+    if rollout.invalid is not None:
+        calls["invalid_actions"] = sum(rollout.invalid) / count
+    outcomes = rollout.outcomes or []
+    names = {name for name in outcomes if name is not None}
+    if names & {SUCCESS, FAILURE}:
+        names |= {SUCCESS, FAILURE}  # a batch without a success has the metric too
+    shares |= {f"outcome/{name}": outcomes.count(name) / count for name in sorted(names)}
     return {"turns": sum(is_turn) / count, **rows, **shares, **calls}
 
 

@@ -32,6 +32,11 @@ OUT_OF_TURNS = "turns"
 """Finish reason: the episode reached `max_turns` before its environment ended it."""
 
 
+SUCCESS = "success"
+FAILURE = "failure"
+"""Outcomes of an episode with a goal."""
+
+
 class RolloutError(RuntimeError):
     """Raised when an engine cannot generate responses.
 
@@ -103,6 +108,10 @@ class Rollout:
     system), `text`, and the `reward` of a policy turn."""
     calls: list[list[str]] | None = None
     """Outcomes of each episode's tool calls: `answered`, `unknown`, `malformed` or `raised`."""
+    outcomes: list[str | None] | None = None
+    """Outcome of each episode, such as `success`, if its environment says so, [B]."""
+    invalid: list[int] | None = None
+    """Invalid actions of each episode, [B]. None if the environment does not count them."""
     versions: list[int] | None = None
     """Version of the weights that generated each response, [B], as the engine counts versions."""
     branches: list[list[Branch]] | None = None
@@ -176,6 +185,10 @@ class Rollout:
         joined: dict[str, Any] = {}
         for name in (x.name for x in fields(cls)):
             values = [getattr(part, name) for part in parts]
+            if name in REPORTED and any(value is not None for value in values):
+                default = REPORTED[name]
+                lists = zip(values, parts, strict=True)
+                values = [[default] * len(p.tokens) if v is None else v for v, p in lists]
             if any(value is None for value in values):
                 joined[name] = None
             elif name == "final_values":
@@ -183,6 +196,10 @@ class Rollout:
             else:
                 joined[name] = [row for value in values for row in value]
         return cls(**joined)
+
+
+REPORTED: dict[str, int | None] = {"outcomes": None, "invalid": 0}
+"""Fields that an environment may leave out for a whole batch, with the entry of an episode."""
 
 
 class Branch(NamedTuple):

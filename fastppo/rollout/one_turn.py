@@ -22,5 +22,9 @@ class OneTurn:
         """Return the prompts and their responses."""
         return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
 
+    def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
     def close(self) -> None:
         """Do nothing."""

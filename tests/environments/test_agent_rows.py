@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn", reason="the package uvicorn is not installed")
 
 AGENT = f"chat:{Path(__file__).parents[1] / 'helpers' / 'chat_agent.py'}:research"
 CALL = '<tool_call>{"name":"search","arguments":{"q":"%s"}}</tool_call>'
-CALLS = range(30, 40)
+CALLS = range(26, 40)
 """Words of the tiny tokenizer that are replaced by tool calls, so that a random policy makes some.
 """
 TEMPLATE = (
@@ -31,7 +31,7 @@ TEMPLATE = (
     " | replace('assistant', 'w21') | replace('system', 'w22') | replace('tool', 'w23') }}"
     " {{ m['content'] }} <eos> {% endfor %}{% if add_generation_prompt %}w21{% endif %}"
 )
-ROWS, TURNS = 4, 7
+ROWS, TURNS = 4, 8
 """Per episode: the agent, two sub-agents, the compacted conversation."""
 
 
@@ -106,12 +106,13 @@ def _train(directory: Path, **options: Any) -> tuple[PPOTrainer, Seen]:
         seen.append(run(*arguments))
         return seen[-1]
 
-    trainer.parts.episode_runner.run = running  # type: ignore[method-assign]
+    trainer.parts.episode_runner.run = running  # type: ignore[assignment,method-assign]
     gradients = _gradients(trainer)
     trainer.train()
     ((prompts, rollout),) = seen
     assert rollout.rewards is not None
     totals = [sum(rewards) for rewards in rollout.rewards]
+    turns = turns[-8 * TURNS :]  # before them come those of the self-check
     return trainer, Seen(turns, Rows.of(prompts.token_ids, rollout), totals, gradients)
 
 
@@ -183,6 +184,4 @@ def test_rows_that_do_not_fit_are_refused(
     tmp_path: Path, scores: list[float], episodes: list[int], word: str
 ) -> None:
     with pytest.raises(ValueError, match=word):
-        _trainer(tmp_path).step(
-            [[4], [5], [6]], [[7, 1], [8, 1], [9, 1]], scores, episodes=episodes
-        )
+        _trainer(tmp_path).step([[4], [5], [6]], [[7], [8], [9]], scores, episodes=episodes)

@@ -231,6 +231,9 @@ def test_coroutines_run_concurrently() -> None:
     ("returned", "says"),
     [
         (None, r"returned None in step; expected \(observation, reward, done\)"),
+        (("w1", 1.0, True, "won"), "returned 'won' in step; expected a dict"),
+        (("w1", 1.0, True, {"invalid": "no"}), "returned invalid='no' in step; expected a bool"),
+        (("w1", 1.0, True, {"outcome": 1}), "returned outcome=1 in step; expected a text"),
         (("w1", "much", False), "returned the reward 'much' in step; expected a number"),
         (("w1", math.nan, False), "returned the reward nan in step"),
         (("w1", 1.0, "no"), "returned done='no' in step; expected a bool"),

@@ -98,6 +98,7 @@ def research(base_url: str, api_key: str, prompt: str) -> float:
                 {"role": "tool", "tool_call_id": call.id, "content": found}
                 for call in message.tool_calls or ()
             ] or [{"role": "user", "content": found}]
+        ask(main, tools=[SEARCH])
         compacted = [{"role": "user", "content": f"{prompt} w13 {found}"}]
         answer = ask(compacted, tools=[SEARCH])
-        return float((answer.content or "") < "w3")
+        return float((answer.content or "").strip() < "w3")

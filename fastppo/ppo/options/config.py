@@ -20,7 +20,7 @@ from fastppo.ppo.options.data import (
     PromptOptions,
 )
 from fastppo.ppo.options.models import PolicyOptions, ReferenceOptions, ValueOptions
-from fastppo.ppo.options.rewards import RewardOptions, TurnOptions
+from fastppo.ppo.options.rewards import FailureOptions, RewardOptions, TurnOptions
 from fastppo.ppo.options.rollout import RolloutOptions, check_stop_strings
 from fastppo.ppo.options.run import RunOptions, WatchOptions
 from fastppo.ppo.options.update import (
@@ -68,6 +68,7 @@ class PPOConfig(
     RewardOptions,
     RolloutOptions,
     TurnOptions,
+    FailureOptions,
     UpdateOptions,
     KLOptions,
     AdvantageOptions,
@@ -383,6 +384,11 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             "dynamic_sampling",
         ),
         (config.async_steps and config.environment, ASYNC_NEEDS_ONE_TURN),
+        (
+            config.environment_failure == "drop" and config.is_set("solved_reward"),
+            "environment_failure=drop leaves out episodes, whose prompts solved_reward would have "
+            "to count: use one of them",
+        ),
         (config.is_used("ptx_coef") and not config.ptx_data, "ptx_coef > 0 needs ptx_data"),
         (
             not best or (best.startswith("eval/") and not config.eval_prompts),

@@ -11,6 +11,7 @@ from transformers import set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.world import World, join
+from fastppo.environments.failures import DropFailures, RaiseFailures
 from fastppo.environments.turns import Turns
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
@@ -264,4 +265,9 @@ def make_episode_runner(
         options=calls,
         failure_file=episode_file(config),
         world=world,
+        failures=(
+            DropFailures(config.samples_per_prompt)
+            if config.environment_failure == "drop"
+            else RaiseFailures()
+        ),
     )
