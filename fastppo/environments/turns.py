@@ -16,11 +16,15 @@ For environments with tools see `fastppo.environments.tools`, for agents that re
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fastppo.data.chat import (
     decode_completions,
@@ -107,12 +111,13 @@ class Turns:
                 `failure_file` first. If failed episodes are dropped, too many have failed.
         """
         episodes = self._open(prompts, sampling.max_new_tokens)
+        samplings = _by_turn(sampling)
         for turn in range(1, self.max_turns + 1):
             live = [row for row, episode in enumerate(episodes) if episode.is_live]
             if not live:
                 break
             conversations = [episodes[row].row.conversation for row in live]
-            sampled = engine.generate(conversations, sampling).with_tokens()
+            sampled = engine.generate(conversations, next(samplings)).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)
             turns: dict[int, Any] = {}
             for place, row in enumerate(live):
@@ -141,6 +146,9 @@ class Turns:
         if self.format.has_calls:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
+
+    def prepare(self, following: Prompts, engine: RolloutEngine) -> None:
+        """Do nothing: `AsyncTurns` runs episodes ahead."""
 
     def metrics(self) -> dict[str, float]:
         """Return the number of failed episodes since the last call, if they are dropped."""
@@ -359,6 +367,15 @@ class Turns:
         text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
         write_whole(self.failure_file, text)
         return f" (episode saved to {self.failure_file})"
+
+
+def _by_turn(sampling: Sampling) -> Iterator[Sampling]:
+    """Yield the sampling of each turn: with a seed of its own if there is a seed."""
+    if sampling.seed is None:
+        yield from itertools.repeat(sampling)
+    generator = torch.Generator().manual_seed(sampling.seed or 0)
+    while True:
+        yield replace(sampling, seed=int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
 def _opened(turn_format: TurnFormat, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

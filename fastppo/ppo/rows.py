@@ -12,7 +12,7 @@ weighs as one however many rows it has:
 
 Sources: one advantage per episode for all of its rows, verl (agent loops with several outputs,
 issue 5400), SkyRL (step-wise training, pull request 1507) and NeMo RL (pull request 3910); the
-loss's mean over all tokens of an episode, slime (`rollout_id`, pull request 1933).
+loss's mean over all tokens of an episode, slime (pull request 1933, as ported in Miles 1931).
 """
 
 from __future__ import annotations

@@ -114,6 +114,9 @@ class Rollout:
     """Invalid actions of each episode, [B]. None if the environment does not count them."""
     versions: list[int] | None = None
     """Version of the weights that generated each response, [B], as the engine counts versions."""
+    prompt_ids: list[list[int]] | None = None
+    """Token ids of each prompt with an environment's first observation, where they are kept with
+    the responses."""
     branches: list[list[Branch]] | None = None
     """Further rows of each episode; see `Branch`."""
 
