@@ -16,7 +16,7 @@ from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Branch, Rollout
 from fastppo.rollout.async_engine import AsyncEngine
 from fastppo.rollout.saved import as_state, from_state
-from runs import make_trainer, records, weights_of
+from runs import counting, make_trainer, records, weights_of
 
 ASYNC: dict[str, Any] = {
     "async_steps": 1,
@@ -81,25 +81,15 @@ def test_each_turn_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     assert len(drawn) == len(set(drawn)) >= 2 * 4 - 1
 
 
+def _fail() -> None:
+    raise RuntimeError("enough")
+
+
 def test_a_resumed_run_continues_with_the_episodes_run_ahead(tmp_path: Path) -> None:
-    class Failing(Watched):
-        threads: set[int] = set()  # noqa: RUF012 - a class of this test alone
-        steps = 0
-        last = 10**9
-
-        def step(self, text: str) -> Any:
-            Failing.steps += 1
-            if Failing.steps > Failing.last:
-                raise OSError("enough")
-            return super().step(text)
-
-    whole = _trained(tmp_path / "whole", Failing)
-    Failing.last = Failing.steps * 4 // 5
-    Failing.steps = 0
+    whole = _trained(tmp_path / "whole", Calculator, rewards=[counting()])
     with pytest.raises(RewardError, match="enough"):
-        _trained(tmp_path / "parts", Failing)
-    Failing.last = 10**9
-    resumed = _trained(tmp_path / "parts", Failing, resume=True)
+        _trained(tmp_path / "parts", Calculator, rewards=[counting(3, _fail)])
+    resumed = _trained(tmp_path / "parts", Calculator, rewards=[counting()], resume=True)
     assert all(map(torch.equal, weights_of(whole), weights_of(resumed)))
     lines = [[line["reward"] for line in records(trainer)] for trainer in (whole, resumed)]
     assert lines[0] == lines[1]
