@@ -15,7 +15,8 @@ row of the episode (`fastppo.environments.episodes`). Requests that are sent at 
 answered one after the other. The reward that the function returns goes to the last turn.
 
 The tools of a request are shown by the chat template and called in the format of
-`fastppo.environments.tools.ToolFormat`. A turn whose calls cannot be parsed is answered as text.
+`fastppo.environments.tools.ToolFormat`. A turn whose calls cannot be parsed is answered as text,
+and counts as an invalid action.
 
 A truncated answer has the finish reason `length`. After it, and after the last turn or at the end
 of the context, requests are refused. The function may still return a reward; if it raises instead,
@@ -153,6 +154,7 @@ class AgentFormat(TurnFormat):
         if self.tools is None:
             return turn
         parsed = self.tools.parse(conversation, ids, text)
+        turn = turn._replace(is_malformed=bool(parsed.error))
         if not parsed.calls:
             return turn
         calls = [
@@ -160,6 +162,10 @@ class AgentFormat(TurnFormat):
             for call in parsed.calls
         ]
         return turn._replace(text=parsed.text, tool_calls=calls)
+
+    def is_malformed(self, turn: PolicyTurn) -> bool | None:
+        """Return whether the calls of a turn could not be parsed."""
+        return turn.is_malformed
 
     def message(self, turn: PolicyTurn, text: str) -> dict[str, Any]:
         """Return the message that repeats a turn in a request."""

@@ -26,6 +26,8 @@ class PolicyTurn(NamedTuple):
     """Tokens of the turn, stop token included."""
     tool_calls: Sequence[dict[str, Any]] = ()
     """Tool calls in the format of chat templates."""
+    is_malformed: bool | None = None
+    """Whether its tool calls could not be parsed; None without tools."""
 
 
 class Conversation(NamedTuple):
@@ -85,6 +87,10 @@ class TurnFormat:
             text: the turn, without special tokens.
         """
         return {"role": "assistant", "content": text}
+
+    def is_malformed(self, turn: Any) -> bool | None:
+        """Return whether a turn counts as an invalid action; None leaves it to the environment."""
+        return None
 
     def outcomes(self, observation: Any) -> list[str]:
         """Return the outcomes of the tool calls that an observation answers."""

@@ -41,7 +41,7 @@ from fastppo.data.world import World
 from fastppo.environments.episodes import Episode, Row, TurnEnd, as_turns, rollout_of
 from fastppo.environments.failures import RaiseFailures
 from fastppo.environments.loading import as_maker
-from fastppo.environments.maker import Conversation, TurnFormat
+from fastppo.environments.maker import Conversation, StepInfo, TurnFormat
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening
 from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.reward import RewardError
@@ -125,7 +125,7 @@ class Turns:
                 episode.add_turn(texts[place], sampled, place)
                 if episode.finish_reason is None:
                     turns[row] = self._parse(
-                        episode.row, conversations[place], sampled.tokens[place], texts[place]
+                        episode, conversations[place], sampled.tokens[place], texts[place]
                     )
             answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
             for row, answer in answers.items():
@@ -199,10 +199,12 @@ class Turns:
         if is_chat(row.prompt):
             row.prompt = copy.deepcopy(list(row.prompt))
 
-    def _parse(self, row: Row, conversation: list[int], ids: list[int], text: str) -> Any:
+    def _parse(self, episode: Episode, conversation: list[int], ids: list[int], text: str) -> Any:
         """Return a turn in the form for the environment, and append its message to the row."""
+        row = episode.row
         turn = row.format.parse(conversation, ids, text)
         row.add_message(row.format.message(turn, text))
+        episode.add_info(StepInfo(invalid=row.format.is_malformed(turn)))
         return turn
 
     def _take_answer(

@@ -340,7 +340,8 @@ def test_a_call_that_cannot_be_parsed_is_answered_as_text() -> None:
         seen.append((reply.message.content, reply.message.tool_calls, reply.finish_reason))
         return 1.0
 
-    Calling(["<tool_call>{</tool_call>"]).run(agent)
+    _, rollout = Calling(["<tool_call>{</tool_call>"]).run(agent)
+    assert rollout.invalid == [1]
     assert seen == [("<tool_call>{</tool_call>", None, "stop")]
 
 
@@ -356,6 +357,7 @@ def test_other_tools_open_a_row() -> None:
         return 1.0
 
     read, rollout = Calling(["so", "2"]).run(agent)
+    assert rollout.invalid == [0]
     assert read == ["Tadd\nu:w5<eos>a:", "Tmul\nu:w5<eos>a:so<eos>u:w5<eos>a:"]
     assert rollout.branches is not None
     assert len(rollout.branches[0]) == 1
