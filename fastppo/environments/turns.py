@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from fastppo.activity import begin_stage
 from fastppo.data.chat import (
     decode_completions,
     encodable,
@@ -110,12 +111,19 @@ class Turns:
                 answer, or one that the chat template does not accept. Its episode is written to
                 `failure_file` first. If failed episodes are dropped, too many have failed.
         """
+        with engine.conversations():
+            return self._run(prompts, engine, sampling)
+
+    def _run(
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+    ) -> tuple[Prompts, Rollout]:
         episodes = self._open(prompts, sampling.max_new_tokens)
         samplings = _by_turn(sampling)
         for turn in range(1, self.max_turns + 1):
             live = [row for row, episode in enumerate(episodes) if episode.is_live]
             if not live:
                 break
+            begin_stage(f"turn {turn}")
             conversations = [episodes[row].row.conversation for row in live]
             sampled = engine.generate(conversations, next(samplings)).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)

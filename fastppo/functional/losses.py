@@ -18,6 +18,7 @@ double-sided mask, or DPPO's divergence masks. With `T` the temperature and `z` 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple, TypeVar, Unpack
 
 import torch
@@ -232,14 +233,17 @@ def _check_inplace(logits: Tensor) -> None:
             f"inplace=True needs logits that collapse to [N, V] or [B, T, V] without a copy, got "
             f"shape {list(logits.shape)} with strides {logits.stride()}"
         )
-    reach = logits.shape[-1]
-    axes = list(zip(logits.shape, logits.stride(), strict=True))[:-1]
-    for size, stride in sorted(axes, key=lambda axis: axis[1]):
-        if size > 1 and stride < reach:
-            raise ValueError(
-                f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
-            )
-        reach = max(reach, size * stride)
+    shape_and_strides = zip(logits.shape[:-1], logits.stride()[:-1], strict=True)
+    axes = [(size, stride) for size, stride in shape_and_strides if size > 1]
+    # In pairs, since torch.compile cannot sort symbolic strides.
+    overlap = any(stride < logits.shape[-1] for _, stride in axes) or any(
+        a_stride < b_size * b_stride and b_stride < a_size * a_stride
+        for (a_size, a_stride), (b_size, b_stride) in itertools.combinations(axes, 2)
+    )
+    if overlap:
+        raise ValueError(
+            f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
+        )
 
 
 # ------------------------------------------------------------------------- loss from hidden states

@@ -23,6 +23,7 @@ from fastppo.models.device import cast_frozen, is_empty
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.sharding import is_sharded, reshard, sharded_like
+from fastppo.models.trunk import trunk_of
 
 
 class TokenKL(NamedTuple):
@@ -56,7 +57,7 @@ class ReferencePolicy:
         elif policy.peft is None:
             self.frozen = frozen_copy(policy)
         if self.frozen is not None:
-            cast_frozen(self.frozen.causal_lm.base_model, policy.compute_dtype)
+            cast_frozen(trunk_of(self.frozen.causal_lm), policy.compute_dtype)
             if not is_empty(policy):  # the meta device has no copies
                 self.frozen.to(policy.device)
 

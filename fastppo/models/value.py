@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
-from fastppo.models.trunk import states_at
+from fastppo.models.head import lm_head_of
+from fastppo.models.trunk import states_at, trunk_of
 
 ATTENTION = {"self_attn", "attn", "attention"}
 """Names of attention modules in transformers' decoders."""
@@ -44,11 +45,15 @@ class ValueFunction(nn.Module, ABC):
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones((), device=trunk.device, dtype=dtype))
+        """Factor on the head's output, 0-d. A head that an optimizer trains learns in units of the
+        returns' deviation; see `fastppo.ppo.value_head`."""
 
     def read(self, states: Tensor) -> Tensor:
-        """Return the values of states [N, H], [N] fp32."""
+        """Return the values of states [N, H] in reward units, [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
-            return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+            return self.head(states.to(self.head.weight.dtype)).squeeze(-1) * self.scale
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
@@ -91,8 +96,8 @@ class CriticValue(ValueFunction):
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     """Return a critic initialized with a copy of the policy's trunk."""
-    width = causal_lm.get_output_embeddings().weight.shape[1]
-    return CriticValue(copy.deepcopy(causal_lm.base_model), width)
+    width = lm_head_of(causal_lm).weight.shape[1]
+    return CriticValue(copy.deepcopy(trunk_of(causal_lm)), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
@@ -103,7 +108,8 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     """
     critic = critic_of_policy(causal_lm)
     try:
-        critic.load_state_dict(load_file(path))
+        # Files of version 0.3 have no scale.
+        critic.load_state_dict({"scale": torch.ones_like(critic.scale)} | load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error
     return critic

@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastppo.activity import counted
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
@@ -186,7 +187,6 @@ class PPO:
             rows.scores(scores),
             config,
             coefficients,
-            usual_scores=state.usual_scores,
             function=self.parts.functions.get("advantage"),
         )
         metrics = experience_metrics(experience, config) | metrics | mismatch
@@ -209,7 +209,8 @@ class PPO:
             self.step_control.begin_epoch()
             self.value_head.begin_epoch(epoch)
             order = torch.randperm(len(experience))
-            for minibatch in experience.minibatches(order, config.minibatches, config.aggregation):
+            minibatches = experience.minibatches(order, config.minibatches, config.aggregation)
+            for minibatch in counted(minibatches, f"epoch {epoch + 1}"):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
                 if self.step_control.is_too_far:
@@ -249,18 +250,19 @@ class PPO:
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:
         """Compute policy and value loss of a microbatch from one pass of the trunk.
 
-        If the policy is not trained, the loss is the value loss alone.
+        If the policy is not trained, the loss is the value loss alone. A value head in closed form
+        has none.
         """
         trains_policy = micro.trained.policy
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
-            hidden, values, value_states = self.model(layout, detach_values=not trains_policy)
+            detach = not trains_policy or not self.value_head.has_loss
+            hidden, values, value_states = self.model(layout, detach_values=detach)
             with torch.set_grad_enabled(trains_policy):
                 policy = self.policy_loss(hidden, layout, micro, coefficients)
             value, value_clipped = value_loss(values, micro, coefficients)
-        loss = coefficients.vf_coef * value
-        if trains_policy:
-            loss = policy.loss + loss
+        loss = policy.loss if trains_policy else torch.zeros_like(value)
+        loss = loss + self.value_head.loss(value, coefficients)
         sums = LossSums(
             policy=policy.sums,
             loss=loss.detach(),

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from fastppo.activity import begin_stage, during
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.algorithm import PPO
@@ -80,7 +81,9 @@ def evaluate_policy(
     with (
         random_state_restored((config.seed + first) % 2**32),
         explain_out_of_memory("evaluation", config),
+        during("evaluating"),
     ):
+        begin_stage(f"from prompt {first + 1}" if first else "")
         prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
         scores = ppo.score(prompts, rollout, coefficients, scorer)
     batch = Rows.of(prompts.token_ids, rollout).batch(ppo.parts.device)

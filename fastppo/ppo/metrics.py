@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
+from fastppo.activity import during
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
@@ -173,6 +175,15 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
     return names
 
 
+PARTICIPLES = {
+    "generate": "generating",
+    "score": "scoring",
+    "experience": "computing logprobs and values",
+    "update": "updating",
+}
+"""Names of an iteration's phases on the console."""
+
+
 class PhaseTimer:
     """Times the phases of an iteration: `with timer("generate"): …`.
 
@@ -194,7 +205,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.config):
+        with explain_out_of_memory(phase, self.config), during(PARTICIPLES[phase]):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -210,7 +221,7 @@ class PhaseTimer:
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
     """Convert 0-d tensors to floats in one transfer."""
-    flat = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
+    flat = torch.stack([wide(value.detach()) for value in metrics.values()]).tolist()
     return dict(zip(metrics, flat, strict=True))
 
 
@@ -231,7 +242,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     returns = experience.monte_carlo_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
-    covariance = at_prompt.double().cov(correction=0)
+    covariance = wide(at_prompt).cov(correction=0)
     varies = covariance[0, 0] > LEAST_DEVIATION**2
     metrics = {
         "spread": returns.std(correction=0),
@@ -240,7 +251,7 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     }
     if len(returns) > 1:  # torch warns about a single sample
         both = torch.stack([experience.advantages, returns])
-        metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
+        metrics["advantage_correlation"] = wide(both).corrcoef()[0, 1]
     numbers = to_floats(metrics)
     if not numbers.pop("spread") > LEAST_DEVIATION:
         return {}
@@ -335,6 +346,8 @@ def response_metrics(
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     total = scores.total
+    if len(total):
+        metrics["reward_max"] = total.max().item()
     if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)

@@ -14,7 +14,7 @@ from typing import Any
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import LossSums, to_floats
-from fastppo.ppo.optimizer import set_learning_rate
+from fastppo.ppo.optimizer import schedule_factor, set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR, AdaptiveRate
 from fastppo.ppo.trained import Trained
@@ -240,7 +240,7 @@ class AutoStepControl(StepControl):
         return not self.is_too_far
 
     def step_taken(self) -> None:
-        self.adaptive.step_taken()
+        self.adaptive.step_taken(schedule_factor(self._schedule_step, self.config))
 
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         ended = super().end_update(metrics) | self.adaptive.metrics

@@ -182,7 +182,8 @@ class TrainingRun:
                 self.callbacks.run_ended(has_failed=True)
             if isinstance(error, WITH_RESUME) and self.checkpoints.newest:
                 kind = next(kind for kind in WITH_RESUME if isinstance(error, kind))
-                raise kind(f"{error}; stopped{self.checkpoints.how_far()}") from error
+                how_far = self.checkpoints.how_far(is_user_code=kind is not RolloutError)
+                raise kind(f"{error}; stopped{how_far}") from error
             raise
         finally:
             log.close()

@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fastppo_kernels.definition import WITHOUT_FP64
 from torch import Tensor
 
 from fastppo.data.world import World
@@ -82,14 +83,15 @@ class ValueRegression:
         """
         size = states.shape[1] + 2
         if self.batch is None:
-            self.batch = torch.zeros(size, size, dtype=torch.float64, device=states.device)
+            device = _device_of_moments(states.device)
+            self.batch = torch.zeros(size, size, dtype=torch.float64, device=device)
         for start in range(0, len(states), ROWS):
             chosen = slice(start, start + ROWS)
             z = self.batch.new_empty(len(states[chosen]), size)
-            z[:, :-2] = states[chosen]
+            z[:, :-2] = states[chosen].to(z.device)
             z[:, -2] = 1
-            z[:, -1] = returns[chosen]
-            z *= counted[chosen].unsqueeze(1)
+            z[:, -1] = returns[chosen].to(z.device)
+            z *= counted[chosen].unsqueeze(1).to(z.device)
             self.batch.addmm_(z.T, z)
 
     @torch.no_grad()
@@ -158,11 +160,16 @@ class ValueRegression:
             raise ValueError(
                 f"the checkpoint's value regression does not fit: expected {expected}, got {shapes}"
             )
-        device = head.weight.device
+        device = _device_of_moments(head.weight.device)
         self.moments = tensors["moments"].to(device)
         self.heads = tensors["heads"].to(device)
         self.errors = tensors["errors"].to(device)
         self._write(head)
+
+
+def _device_of_moments(device: torch.device) -> torch.device:
+    """Return the device itself, or the CPU for a device without fp64."""
+    return torch.device("cpu") if device.type in WITHOUT_FP64 else device
 
 
 def ridge_head(moments: Tensor, ridge: float) -> Tensor:

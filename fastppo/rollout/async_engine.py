@@ -20,6 +20,7 @@ import concurrent.futures
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -152,6 +153,9 @@ class CopyEngine(RolloutEngine):
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         return self.engine.generate(prompt_ids, sampling)
+
+    def conversations(self) -> AbstractContextManager[None]:
+        return self.engine.conversations()
 
     @torch.no_grad()
     def weights_changed(self, policy: Any) -> None:

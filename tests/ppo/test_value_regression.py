@@ -262,22 +262,3 @@ def test_step_fits_the_head_to_given_scores(tmp_path: Path) -> None:
     assert moments[-1, -2].item() == pytest.approx(3 * 1.0 - 2 * 0.5)
     assert moments[-1, -1].item() == pytest.approx(3 * 1.0 + 2 * 0.25)
     assert trainer.model.value_function.head.weight.abs().max() > 0
-
-
-def test_the_value_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    head = trainer.model.value_function.head
-    stepped = {id(weight) for weight in trainer.optimizer.weights}
-    assert not {id(p) for p in head.parameters()} & stepped
-    nn.init.normal_(head.weight)
-    micro = first_experience(trainer).weighted("token-mean")
-    loss, sums, _ = trainer.loss(micro, trainer.begin_iteration())
-    trunk = trainer.model.causal_lm.base_model
-    with_values = torch.autograd.grad(loss, trunk.layers[0].mlp.up_proj.weight)[0]
-    policy_alone = make_trainer(tmp_path / "policy", vf_coef=0.0)
-    nn.init.normal_(policy_alone.model.value_function.head.weight)
-    without, _, _ = policy_alone.loss(micro, policy_alone.begin_iteration())
-    trunk = policy_alone.model.causal_lm.base_model
-    of_policy = torch.autograd.grad(without, trunk.layers[0].mlp.up_proj.weight)[0]
-    assert sums.value_loss > 0
-    assert (with_values - of_policy).abs().max() > 1e-3 * of_policy.abs().max()
