@@ -128,9 +128,12 @@ class LanguageModel(nn.Module):
     ) -> TokenStats:
         """Return logprobs and entropy of the response tokens, [N] fp32, nats."""
         with self.autocast():
-            hidden = self.hidden(self.layout(batch))
+            layout = self.layout(batch)
             return self.head.token_stats(
-                hidden, batch.response_tokens, temperature=temperature, backend=backend
+                self.hidden(layout),
+                layout.response_tokens,
+                temperature=temperature,
+                backend=backend,
             )
 
     def response_logprobs(
@@ -268,7 +271,7 @@ class ActorCritic(LanguageModel):
         with self.autocast():
             out = self(layout, torch.cat([layout.predicting, layout.final]))
             stats = self.head.token_stats(
-                out.hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
+                out.hidden[:count], layout.response_tokens, temperature=temperature, backend=backend
             )
         return BatchEvaluation(
             logprobs=stats.logprobs,

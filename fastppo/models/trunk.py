@@ -75,6 +75,9 @@ def hidden_states(
         more = packed_arguments(packing)
     if attention_mask is None and _is_markable(trunk, input_ids, packing):
         attention_mask = mark(input_ids.device)
+    elif attention_mask is None and packing is None and _is_eager(trunk):
+        # Without a mask, transformers would read from the device whether rows are packed.
+        attention_mask = torch.ones_like(input_ids)
     output = trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **more)
     return output.last_hidden_state
 
@@ -136,6 +139,11 @@ def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool
     # Rows longer than the sliding window need a mask.
     seen = window(trunk)
     return seen is None or input_ids.shape[1] <= seen
+
+
+def _is_eager(trunk: Any) -> bool:
+    """Return whether attention is computed in plain PyTorch, which needs every mask."""
+    return trunk.config.get_text_config()._attn_implementation == "eager"
 
 
 def takes_mark(trunk: Any) -> bool:

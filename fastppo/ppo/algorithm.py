@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -32,13 +33,13 @@ from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.dynamic_sampling import make_dynamic_sampling
-from fastppo.ppo.estimators import estimate_advantages
+from fastppo.ppo.estimators import estimate_advantages, what_to_train
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
     LossSums,
     PhaseTimer,
     UpdateMeter,
-    experience_metrics,
+    read_experience,
     response_metrics,
     successes_per_minibatch,
 )
@@ -173,13 +174,13 @@ class PPO:
         metrics = successes_per_minibatch(scores.total, config.minibatches)
         scores = scores.normalized(config.score_normalization, config.score_clip, state.score_scale)
 
-        def read_policies(limits: Limits) -> tuple[Experience, dict[str, float]]:
+        def read_policies(limits: Limits) -> tuple[Experience, dict[str, Tensor]]:
             plan = split(batch, limits, self.world)
-            read, mismatch = read_old_policy(
+            old, mismatch = read_old_policy(
                 rolled_out, rows.rollout, plan, config, parts=self.parts, given=given
             )
             kl_coef = coefficients.kl_coef
-            return read_reference(read, self.reference, plan, config, kl_coef=kl_coef), mismatch
+            return read_reference(old, self.reference, plan, config, kl_coef=kl_coef), mismatch
 
         experience, mismatch = self.in_microbatches(read_policies, batch)
         experience = estimate_advantages(
@@ -189,7 +190,11 @@ class PPO:
             coefficients,
             function=self.parts.functions.get("advantage"),
         )
-        metrics = experience_metrics(experience, config) | metrics | mismatch
+        # The host waits for a GPU here, and nowhere else before the update.
+        read = read_experience(experience, config, mismatch)
+        trained = what_to_train(read.has_signal, experience.masked, config, coefficients)
+        experience = replace(experience, trained=trained, response_kl=read.response_kl)
+        metrics |= read.metrics
         if experience.ref_logprobs is not None:
             metrics["kl_coef"] = coefficients.kl_coef
         return experience, metrics
@@ -217,10 +222,11 @@ class PPO:
                     break
             if self.step_control.is_done:
                 break
-        metrics = meter.metrics(config, coefficients) | coefficients.metrics
+        fit = {} if self.step_control.is_too_far else self.value_head.begin_fit()
+        metrics = meter.metrics(config, coefficients, fit) | coefficients.metrics
+        fitted = {name: metrics.pop(name) for name in fit}
         metrics |= self.step_control.end_update(metrics)
-        if not self.step_control.is_too_far:
-            self.value_head.fit()
+        self.value_head.end_fit(fitted)
         return metrics | self.value_head.metrics
 
     def accumulate_gradient(self, minibatch: Experience, coefficients: Coefficients) -> LossSums:

@@ -79,7 +79,7 @@ def estimate_advantages(
     *,
     function: Callable[..., Any] | None = None,
 ) -> Experience:
-    """Fill in the advantages and returns of packed responses, and what they train.
+    """Fill in the advantages and returns of packed responses.
 
     If all rewards, and `kl_coef` with them, are multiplied by a positive number, whitened
     advantages and those of `group` stay the same. They are 0 if all responses have the same
@@ -105,9 +105,12 @@ def estimate_advantages(
     masked = experience.masked
     if masked is not None:
         # Masked responses must not move the mean and the variance of the others.
-        totals = totals[experience.by_episode(~masked)]
+        # The places are found on the CPU: for a mask on a GPU, the host would wait.
         lengths = experience.batch.generated_lengths
-        in_loss = on_device((~masked).repeat_interleave(lengths), experience.batch.device)
+        tokens = (~masked).repeat_interleave(lengths).nonzero()[:, 0]
+        in_loss = on_device(tokens, experience.batch.device)
+        episodes = experience.by_episode(~masked).nonzero()[:, 0]
+        totals = totals[on_device(episodes, totals.device)]
     learned = estimates.advantages[in_loss]
     spread = learned.std(correction=0) if len(learned) else learned.sum()
     size = spread if config.whiten_advantages else learned.square().mean().sqrt()
@@ -128,7 +131,6 @@ def estimate_advantages(
         returns=estimates.returns,
         monte_carlo_returns=monte_carlo_returns(experience, config),
         advantage_std=spread,
-        trained=what_to_train(advantages, masked, config, coefficients),
     )
 
 
@@ -138,15 +140,18 @@ def _size(numbers: Tensor) -> float:
 
 
 def what_to_train(
-    advantages: Tensor, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
+    has_signal: bool, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
 ) -> Trained:
     """Decide what an iteration trains.
 
     The policy is left out during `value_warmup_iterations`, and if its loss has no term: all
     advantages are 0, and there is no KL, entropy bonus, pretraining text or objective of the user.
+
+    Args:
+        has_signal: whether an advantage differs from 0.
+        masked: [B] bool on the CPU, responses left out of the loss.
     """
     is_warmup = coefficients.iteration < config.value_warmup_iterations
-    has_signal = bool(advantages.any())
     others = (coefficients.kl_loss_coef, coefficients.entropy_coef, coefficients.ptx_coef)
     has_term = has_signal or any(others) or "objective" in config.user_functions
     return Trained(
@@ -164,7 +169,7 @@ def with_rewards(
     Kinds of advantages without a value function have values of 0.
     """
     device = experience.batch.device
-    token_rewards = None if scores.within is None else scores.within.to(device)
+    token_rewards = None if scores.within is None else on_device(scores.within, device)
     if experience.ref_logprobs is None:
         kl_coef = 0.0
     if experience.exact_kl is not None:
@@ -175,11 +180,11 @@ def with_rewards(
     if config.bootstrap_truncated:
         assert experience.final_values is not None
         assert experience.truncated is not None
-        bootstrap = experience.final_values * experience.truncated.to(device).float()
+        bootstrap = experience.final_values * on_device(experience.truncated, device).float()
     values = experience.old_values
     return replace(
         experience,
-        last_rewards=scores.last.to(device),
+        last_rewards=on_device(scores.last, device),
         token_rewards=token_rewards,
         kl_coef=kl_coef,
         bootstrap=bootstrap,
@@ -197,18 +202,20 @@ def _estimates(experience: Experience, config: PPOConfig, rounding: float) -> Es
 
 
 def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
-    """Return the discounted rewards of each episode without the KL, [episodes] on the CPU.
+    """Return the discounted rewards of each episode without the KL, [episodes].
 
     If they are equal, no action was better than another.
     """
     if config.gamma == 1:
         return experience.by_episode(scores.total)
-    within = None if scores.within is None else scores.within.to(experience.batch.device)
+    within = scores.within
+    if within is not None:
+        within = on_device(within, experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
     returns = monte_carlo_returns(rewards_only, config)
-    return experience.by_episode(_of_responses(returns, experience).cpu())
+    return experience.by_episode(_of_responses(returns, experience))
 
 
 def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
@@ -331,20 +338,23 @@ def user_advantages(
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
     tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
-    is_given_finite = all(x.isfinite().all() for x in tensors)
+    is_given_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
     result = call_by_name("advantage", function, first, offered)
     results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    checked = []
-    for name, value in zip(("advantages", "returns"), results, strict=False):
-        value = check_per_token("advantage", function, name, value, rewards)
-        invalid = int((~value.isfinite()).sum())
-        if invalid and is_given_finite:  # otherwise it is not the function's fault
+    checked = {
+        name: check_per_token("advantage", function, name, value, rewards)
+        for name, value in zip(("advantages", "returns"), results, strict=False)
+    }
+    # One read of the device for all checks.
+    counts = [(~value.isfinite()).sum() for value in checked.values()]
+    given, *invalid = torch.stack([is_given_finite.long(), *counts]).tolist()
+    for (name, value), count in zip(checked.items(), invalid, strict=True):
+        if count and given:  # otherwise it is not the function's fault
             raise ValueError(
-                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
                 f"{len(value)} tokens"
             )
-        checked.append(value)
-    return checked[0], checked[1] if len(checked) == 2 else None
+    return checked["advantages"], checked.get("returns")
 
 
 def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tensor:
@@ -419,7 +429,7 @@ def turn_gae(
     lengths = on_device(turn_lengths, experience.batch.device)
     first = lengths.cumsum(0) - lengths
     advantages, returns = gae(
-        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        torch.segment_reduce(rewards, "sum", lengths=lengths, unsafe=True),
         experience.old_values[first],
         cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
         gamma=config.gamma,

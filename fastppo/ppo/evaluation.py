@@ -19,15 +19,12 @@ from fastppo.activity import begin_stage, during
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.algorithm import PPO
-from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
+from fastppo.ppo.metrics import LOGGED_SAMPLES, policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.ppo.rows import Rows
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
-
-LOGGED_SAMPLES = 8
-"""Responses per iteration, and per evaluation, in the sample records."""
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "rows", "invalid_actions")
 """Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over

@@ -13,6 +13,7 @@ than half of a rollout's time.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,11 @@ def draw(
         kept = draw(scores.masked_fill(~keep, -torch.inf), uniforms, scratch=scratch)
         chosen = scores.gather(1, kept.tokens.unsqueeze(1)).squeeze(1)
         return kept._replace(logprobs=chosen - scores.logsumexp(1))
+    if scores.device.type == "cuda" and find_spec("triton") is not None:
+        from fastppo_kernels.triton import draw as triton_draw
+
+        tokens, logprobs = triton_draw.draw(scores, uniforms)
+        return Draws(tokens, logprobs=logprobs, sampler_logprobs=logprobs)
     rows, vocabulary = scores.shape
     padded = (scratch_for(scores) if scratch is None else scratch)[:rows]
     exponentials = padded[:, :vocabulary]

@@ -185,7 +185,7 @@ def policy_term(
         tau_negative = objective.tau_negative
         assert tau_positive is not None
         assert tau_negative is not None
-        tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
+        tau = torch.where(advantages > 0, ratio.new_full((), tau_positive), tau_negative)
         # Autograd differentiates torch.sigmoid as s·(1 − s), which is 0 where s rounds to 1.
         gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
         return -4 / tau * gate * advantages

@@ -290,6 +290,7 @@ Cost check_arguments(const c10::OperatorHandle& op, const std::string& name, con
       for (const std::optional<Tensor>& x : value.toOptionalTensorVector()) {
         if (!x || !x->defined()) continue;
         if (is_indexing(name)) {
+          if (!on_gpu(stack[first].toTensor())) refuse(name);
           // A mask becomes indices, whose number the host must know. Indices of the host are copied.
           waits |= x->scalar_type() == at::kBool || x->scalar_type() == at::kByte || !on_gpu(*x);
         } else {

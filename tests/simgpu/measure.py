@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,6 +127,7 @@ def print_lines(cost: Cost, most: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simgpu.measure", description=__doc__)
     parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of PPOConfig")
+    parser.add_argument("--json", action="store_true", help="totals as a last line of JSON")
     parser.add_argument("--lines", type=int, default=20, help="lines shown per phase")
     arguments = parser.parse_args()
     device.install()
@@ -141,11 +143,16 @@ def main() -> None:
         for name, _, value in (item.partition("=") for item in arguments.options)
     }
     one, two = (costs(layers, options) for layers in (1, 2))
+    rows = {}
     print(f"{'phase':24s} {'launches':>22s} {'waits':>8s}")
     for phase in one:
         first, second = (sum(cost[phase].launches.values()) for cost in (one, two))
-        launches = f"{2 * first - second:.4g} + {second - first:.4g} L"
-        print(f"{phase:24s} {launches:>22s} {sum(two[phase].waits.values()):8.4g}")
+        rows[phase] = (2 * first - second, second - first, sum(two[phase].waits.values()))
+        fixed, per_layer, waits = rows[phase]
+        print(f"{phase:24s} {f'{fixed:.4g} + {per_layer:.4g} L':>22s} {waits:8.4g}")
+    if arguments.json:
+        print(json.dumps(rows))
+        return
     for phase, cost in two.items() if arguments.lines else ():
         print(f"\n{phase}, 2 layers")
         print_lines(cost, arguments.lines)
