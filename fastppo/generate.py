@@ -20,8 +20,9 @@ from rich.text import Text
 from fastppo.data.chat import decode_completions
 from fastppo.data.datasets import Rows
 from fastppo.data.prompts import encode_prompts
+from fastppo.environments.episodes import POLICY
 from fastppo.environments.loading import load_environment
-from fastppo.environments.turns import POLICY, Turns
+from fastppo.environments.turns import Turns
 from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.models.device import choose_device

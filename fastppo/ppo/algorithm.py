@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from fastppo.activity import counted
-from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
@@ -51,6 +50,7 @@ from fastppo.ppo.parts import Parts
 from fastppo.ppo.policies import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.pretraining import make_pretraining
 from fastppo.ppo.reporter import Reporter
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.state import RunState
 from fastppo.ppo.step_control import make_step_control
 from fastppo.ppo.value_head import make_value_head
@@ -143,6 +143,7 @@ class PPO:
         self.state.coefficient_control.update(metrics, len(experience), experience.trained)
 
         metrics |= response_metrics(scores, rollout, metrics, self.config.samples_per_prompt)
+        metrics |= self.parts.episode_runner.metrics()
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.generated_tokens, scores.total, scores.monitors)
         return Iteration(metrics, responses, experience, drawn)
@@ -166,15 +167,17 @@ class PPO:
             (the update's data, metrics).
         """
         config, state = self.config, self.state
-        batch = Batch.of(prompt_ids, rollout.tokens, self.parts.device, rollout.response_mask)
-        rolled_out = Experience.of_rollout(batch, rollout, scores, masks=config.truncated == "mask")
+        rows = Rows.of(prompt_ids, rollout)
+        batch = rows.batch(self.parts.device)
+        masks = config.truncated == "mask"
+        rolled_out = Experience.of_rows(batch, rows, rows.scores(scores), masks=masks)
         metrics = successes_per_minibatch(scores.total, config.minibatches)
         scores = scores.normalized(config.score_normalization, config.score_clip, state.score_scale)
 
         def read_policies(limits: Limits) -> tuple[Experience, dict[str, Tensor]]:
             plan = split(batch, limits, self.world)
             old, mismatch = read_old_policy(
-                rolled_out, rollout, plan, config, parts=self.parts, given=given
+                rolled_out, rows.rollout, plan, config, parts=self.parts, given=given
             )
             kl_coef = coefficients.kl_coef
             return read_reference(old, self.reference, plan, config, kl_coef=kl_coef), mismatch
@@ -182,7 +185,7 @@ class PPO:
         experience, mismatch = self.in_microbatches(read_policies, batch)
         experience = estimate_advantages(
             experience,
-            scores,
+            rows.scores(scores),
             config,
             coefficients,
             function=self.parts.functions.get("advantage"),
@@ -247,7 +250,7 @@ class PPO:
                 parts.append(sums)
             return parts
 
-        sums = LossSums.joined(self.in_microbatches(accumulate, minibatch), self.world)
+        sums = LossSums.joined(self.in_microbatches(accumulate, minibatch.batch), self.world)
         return self.pretraining.add_gradient(sums, coefficients, minibatch.trained)
 
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:

@@ -28,7 +28,12 @@ from fastppo.data.batch import on_device
 from fastppo.functional import advantages as functional
 from fastppo.functional.advantages import Advantages, compute_advantages, gae
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.user_functions import call_by_name, check_per_token, name_and_place
+from fastppo.functional.user_functions import (
+    call_by_name,
+    check_per_token,
+    name_and_place,
+    named_by,
+)
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
@@ -52,6 +57,9 @@ KL_ROUNDING = 2e-4
 """KL penalties of at most this many nats are rounding errors. If all responses earn the same and
 the policy still equals the reference, nothing else distinguishes them, and Adam would take a step
 of full length in their direction."""
+
+BY_EPISODE = ("samples_per_prompt", "episodes")
+"""Arguments of a user's advantage that are about episodes."""
 
 
 class Estimates(NamedTuple):
@@ -101,7 +109,8 @@ def estimate_advantages(
         lengths = experience.batch.generated_lengths
         tokens = (~masked).repeat_interleave(lengths).nonzero()[:, 0]
         in_loss = on_device(tokens, experience.batch.device)
-        totals = totals[on_device((~masked).nonzero()[:, 0], totals.device)]
+        episodes = experience.by_episode(~masked).nonzero()[:, 0]
+        totals = totals[on_device(episodes, totals.device)]
     learned = estimates.advantages[in_loss]
     spread = learned.std(correction=0) if len(learned) else learned.sum()
     size = spread if config.whiten_advantages else learned.square().mean().sqrt()
@@ -193,19 +202,20 @@ def _estimates(experience: Experience, config: PPOConfig, rounding: float) -> Es
 
 
 def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
-    """Return the discounted rewards of each response without the KL, [B].
+    """Return the discounted rewards of each episode without the KL, [episodes].
 
     If they are equal, no action was better than another.
     """
     if config.gamma == 1:
-        return scores.total
+        return experience.by_episode(scores.total)
     within = scores.within
     if within is not None:
         within = on_device(within, experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
-    return _of_responses(monte_carlo_returns(rewards_only, config), experience)
+    returns = monte_carlo_returns(rewards_only, config)
+    return experience.by_episode(_of_responses(returns, experience))
 
 
 def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
@@ -263,10 +273,15 @@ def _token_gae(experience: Experience, config: PPOConfig, *, lam: float | Tensor
 
 
 def _response_advantages(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
-    """One advantage per response, repeated for each of its tokens."""
+    """One advantage per response, repeated for each of its tokens.
+
+    `rloo` and `group` compare episodes, by the mean over their rows.
+    """
     result = _token_gae(experience, config, lam=1.0)
-    rewards = _of_responses(result.advantages, experience)
-    advantages = _against_group(rewards, config, rounding)
+    advantages = _of_responses(result.advantages, experience)
+    if config.advantage != "sequence":
+        rewards = experience.mean_of_rows(advantages)
+        advantages = experience.by_row(_against_group(rewards, config, rounding))
     lengths = experience.batch.cu_seqlens.diff()
     advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
     return Estimates(advantages, result.returns)
@@ -275,7 +290,23 @@ def _response_advantages(experience: Experience, config: PPOConfig, rounding: fl
 def _user_estimates(
     experience: Experience, config: PPOConfig, function: Callable[..., Any]
 ) -> Estimates:
-    """Compute advantages by a user-defined function."""
+    """Compute advantages by a user-defined function.
+
+    Raises:
+        ValueError: the function groups rows by `samples_per_prompt`, but an episode has several.
+    """
+    episodes = experience.episodes
+    if episodes is None:
+        episodes = torch.arange(len(experience.batch))
+    elif (
+        "samples_per_prompt" in (named := named_by(function, dict.fromkeys(BY_EPISODE, 0)))
+        and "episodes" not in named
+    ):
+        raise ValueError(
+            f"advantage {name_and_place(function)}: an episode has several rows, so that the "
+            "responses to a prompt are not samples_per_prompt rows: take `episodes`, the episode "
+            "of each row"
+        )
     advantages, returns = user_advantages(
         function,
         shaped_rewards(experience, config),
@@ -285,6 +316,7 @@ def _user_estimates(
         ref_logprobs=None if experience.ref_logprobs is None else experience.ref_logprobs.clone(),
         samples_per_prompt=config.samples_per_prompt,
         gamma=config.gamma,
+        episodes=on_device(episodes, experience.batch.device),
     )
     if returns is None:
         returns = monte_carlo_returns(experience, config)
@@ -326,7 +358,7 @@ def user_advantages(
 
 
 def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tensor:
-    """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
+    """Return the advantages of episodes, [B] like their rewards. Groups are adjacent.
 
     Args:
         rounding: deviation of a group whose rewards are equal, reward units.
@@ -334,8 +366,6 @@ def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tenso
     Raises:
         ValueError: the batch does not consist of whole groups.
     """
-    if config.advantage == "sequence":
-        return rewards
     count = config.samples_per_prompt
     if len(rewards) % count:
         raise ValueError(

@@ -14,6 +14,7 @@ from fastppo.data.microbatches import Limits, assign
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.aggregation import aggregation_weights
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.trained import Trained
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -71,6 +72,9 @@ class Experience:
     """[B] bool on the CPU, whether each response was truncated."""
     masked: Tensor | None = None
     """[B] bool on the CPU, responses left out of the loss. None means that all are in it."""
+    episodes: Tensor | None = None
+    """[B] int64 on the CPU, the episode of each sequence, adjacent for the rows of an episode. None
+    if every episode is one row; see `fastppo.ppo.rows`."""
 
     # 2. From the policies before the update (`fastppo.ppo.policies`).
     old_logprobs: Tensor = PENDING
@@ -115,25 +119,72 @@ class Experience:
     """Weight of each token in its minibatch's loss."""
 
     @classmethod
-    def of_rollout(
-        cls, batch: Batch, rollout: Rollout, scores: Scores, *, masks: bool
-    ) -> Experience:
+    def of_rows(cls, batch: Batch, rows: Rows, scores: Scores, *, masks: bool) -> Experience:
         """Return the experience before its first step.
 
         Args:
-            masks: whether truncated responses are left out of the loss.
+            rows: the rows of the batch.
+            scores: of the rows.
+            masks: whether truncated episodes are left out of the loss.
         """
-        truncated = torch.tensor(rollout.truncated)
+        truncated = torch.tensor(rows.rollout.truncated)
         by_token = scores.total.repeat_interleave(batch.generated_lengths)
-        return cls(
+        experience = cls(
             batch,
             scores=on_device(by_token, batch.device),
             truncated=truncated,
-            masked=truncated if masks else None,
+            episodes=rows.episodes,
         )
+        if masks:
+            masked = experience.by_row(experience.by_episode(truncated))
+            experience = replace(experience, masked=masked)
+        return experience
 
     def __len__(self) -> int:
-        return len(self.batch)
+        """Return the number of episodes."""
+        return len(self.rows_per_episode)
+
+    @property
+    def rows_per_episode(self) -> Tensor:
+        """[episodes] int64 on the CPU."""
+        if self.episodes is None:
+            return torch.ones(len(self.batch), dtype=torch.int64)
+        return _lengths_of_runs(self.episodes)
+
+    @property
+    def episode_lengths(self) -> Tensor:
+        """[episodes] int64 on the CPU, tokens of the policy in all rows of each episode."""
+        lengths = self.batch.generated_lengths
+        if self.episodes is None:
+            return lengths
+        return _sums(lengths, self.rows_per_episode)
+
+    def by_episode(self, by_row: Tensor) -> Tensor:
+        """Return the entry of each episode's last row, [episodes]."""
+        if self.episodes is None:
+            return by_row
+        return by_row[on_device(self.rows_per_episode.cumsum(0) - 1, by_row.device)]
+
+    def mean_of_rows(self, by_row: Tensor) -> Tensor:
+        """Return the mean over each episode's rows, [episodes]."""
+        if self.episodes is None:
+            return by_row
+        counts = on_device(self.rows_per_episode, by_row.device)
+        return torch.segment_reduce(by_row, "mean", lengths=counts)
+
+    def by_row(self, by_episode: Tensor) -> Tensor:
+        """Repeat the entry of each episode for its rows, [B]."""
+        if self.episodes is None:
+            return by_episode
+        counts = on_device(self.rows_per_episode, by_episode.device)
+        return by_episode.repeat_interleave(counts, output_size=len(self.batch))
+
+    def rows_of(self, episodes: Tensor) -> Tensor:
+        """Return the rows of episodes, in the order of the episodes, [k] int64 on the CPU."""
+        if self.episodes is None:
+            return episodes
+        counts = self.rows_per_episode
+        return spans(starts(counts)[episodes], counts[episodes])
 
     @property
     def has_loss(self) -> bool:
@@ -181,6 +232,7 @@ class Experience:
                 batches[i],
                 **{name: values[i][: len(tokens[i])] for name, values in by_name.items()},
                 masked=None if self.masked is None else self.masked[part],
+                episodes=None if self.episodes is None else self.episodes[part],
                 trained=self.trained,
             )
             for i, part in enumerate(rows)
@@ -195,12 +247,14 @@ class Experience:
     def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
         """Split into at most `count` minibatches of about equal size, each with its loss weights.
 
-        The weights belong to the minibatch, so splitting it further changes nothing.
+        A minibatch consists of whole episodes. The weights belong to the minibatch, so splitting it
+        further changes nothing.
 
         Args:
-            order: [B] int64 on the CPU.
+            order: [episodes] int64 on the CPU.
         """
-        return self.parts(order.tensor_split(min(count, len(self))), aggregation)
+        parts = order.tensor_split(min(count, len(self)))
+        return self.parts([self.rows_of(part) for part in parts], aggregation)
 
     def microbatches(self, limits: Limits, world: World | None = None) -> Iterator[Experience]:
         """Yield this rank's microbatches; see `fastppo.data.microbatches`.
@@ -222,18 +276,37 @@ class Experience:
 
     def weighted(self, aggregation: str) -> Experience:
         """Return a copy with each token's weight in a loss over the whole batch."""
-        weights = self._weights(torch.arange(len(self)), aggregation)
+        weights = self._weights(torch.arange(len(self.batch)), aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def _weights(self, rows: Tensor, aggregation: str) -> Tensor:
-        """Return the weights of some sequences' tokens in a loss over them, on the CPU."""
+        """Return the weights of some sequences' tokens in a loss over them, on the CPU.
+
+        Args:
+            rows: [k] int64 on the CPU, all rows of some episodes.
+        """
+        lengths = self.batch.generated_lengths[rows]
         masked = None if self.masked is None else self.masked[rows]
-        return token_weights(self.batch.generated_lengths[rows], aggregation, masked)
+        if self.episodes is not None:
+            counts = _lengths_of_runs(self.episodes[rows])
+            lengths = _sums(lengths, counts)
+            masked = None if masked is None else masked[counts.cumsum(0) - 1]
+        return token_weights(lengths, aggregation, masked)
 
     def _in_update(self) -> dict[str, Any]:
         """Return the tensors of `IN_UPDATE` that there are, by name."""
         tensors = {name: getattr(self, name) for name in IN_UPDATE}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _lengths_of_runs(numbers: Tensor) -> Tensor:
+    """Return how often each number is repeated in a row, int64."""
+    return numbers.unique_consecutive(return_counts=True)[1]
+
+
+def _sums(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Return the sums of consecutive integers, the first of `counts[0]` of them, int64."""
+    return torch.segment_reduce(numbers.double(), "sum", lengths=counts).long()
 
 
 def _padded(x: Tensor) -> Tensor:

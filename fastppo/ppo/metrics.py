@@ -32,7 +32,7 @@ from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
+from fastppo.rollout import FAILURE, FINISHED, OUT_OF_TURNS, SUCCESS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")
 """Objectives without a clip range."""
@@ -306,7 +306,7 @@ def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, T
     if experience.ref_logprobs is not None:
         # Always k1, the unbiased estimator, for comparison with targets and published runs.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
-        metrics["kl"] = total_kl / len(batch)
+        metrics["kl"] = total_kl / len(experience)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
     if config.advantage in CRITIC_FREE:
         return metrics
@@ -335,7 +335,7 @@ def read_experience(
     Args:
         mismatch: further metrics, 0-d tensors.
     """
-    lengths = experience.batch.generated_lengths
+    lengths = experience.episode_lengths
     metrics = {**experience_metrics(experience, config), **mismatch}
     tensors = [*metrics.values(), experience.advantages.any()]
     if experience.ref_logprobs is not None:
@@ -354,6 +354,7 @@ def read_experience(
 
 def policy_metrics(
     batch: Batch,
+    episodes: int,
     plan: MicrobatchPlan,
     config: PPOConfig,
     *,
@@ -363,6 +364,7 @@ def policy_metrics(
     """Return entropy (nats per token), response length (tokens) and KL (nats per sequence).
 
     Args:
+        episodes: number of episodes, of which the batch has the rows.
         plan: the batch in microbatches.
         reference: None for no KL.
     """
@@ -374,10 +376,10 @@ def policy_metrics(
     numbers = to_floats(sums)
     means = {
         "entropy": numbers["entropy"] / max(batch.response_count, 1),
-        "response_length": batch.response_count / len(batch),
+        "response_length": batch.response_count / episodes,
     }
     if "kl" in numbers:
-        means["kl"] = numbers["kl"] / len(batch)
+        means["kl"] = numbers["kl"] / episodes
     return means
 
 
@@ -442,7 +444,7 @@ def response_metrics(
 
 def length_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the shortest and the longest response, and the mean of finished ones, in tokens."""
-    lengths = rollout.generated_lengths
+    lengths = rollout.episode_lengths
     if not lengths:
         return {}
     metrics = {
@@ -470,16 +472,34 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
+    """Return turns per episode, the share of each finish reason, and tool calls by outcome.
+
+    If an episode has several rows, also the rows per episode. If the environment says so, also the
+    invalid actions per episode and the share of each outcome of the episodes.
+    """
     count = max(1, len(rollout.tokens))
-    is_turn = [key for row in rollout.response_mask or () for key, _ in itertools.groupby(row)]
+    branches = list(itertools.chain.from_iterable(rollout.branches or ()))
+    masks = [
+        mask
+        for one in (rollout, *(b.rollout for b in branches))
+        for mask in one.response_mask or ()
+    ]
+    is_turn = [key for mask in masks for key, _ in itertools.groupby(mask)]
+    rows = {"rows": 1 + len(branches) / count} if branches else {}
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
     calls = {}
     if rollout.calls is not None:
-        outcomes = list(itertools.chain.from_iterable(rollout.calls))
-        calls = {f"tools/{name}": outcomes.count(name) / count for name in OUTCOMES}
-    return {"turns": sum(is_turn) / count, **shares, **calls}
+        made = list(itertools.chain.from_iterable(rollout.calls))
+        calls = {f"tools/{name}": made.count(name) / count for name in OUTCOMES}
+    if rollout.invalid is not None:
+        calls["invalid_actions"] = sum(rollout.invalid) / count
+    outcomes = rollout.outcomes or []
+    names = {name for name in outcomes if name is not None}
+    if names & {SUCCESS, FAILURE}:
+        names |= {SUCCESS, FAILURE}  # a batch without a success has the metric too
+    shares |= {f"outcome/{name}": outcomes.count(name) / count for name in sorted(names)}
+    return {"turns": sum(is_turn) / count, **rows, **shares, **calls}
 
 
 def sample_records(
@@ -489,6 +509,7 @@ def sample_records(
     prompts, rollout, scores = responses
     kl = experience.response_kl
     totals = scores.total.tolist()
+    lengths = rollout.episode_lengths
     return [
         {
             "prompt": prompts.prompts[i],
@@ -497,7 +518,7 @@ def sample_records(
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},
             "monitors": {name: scored.or_none[i] for name, scored in scores.monitors.items()},
             "kl": None if kl is None else kl[i],
-            "tokens": rollout.generated_lengths[i],
+            "tokens": lengths[i],
             "finish_reason": rollout.finish_reasons[i],
             **rollout.turns_record(i),
         }

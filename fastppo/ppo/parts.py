@@ -11,6 +11,7 @@ import torch
 from fastppo.data.prompts import Prompts
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
+from fastppo.environments.async_turns import AsyncTurns
 from fastppo.environments.turns import Turns
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -34,7 +35,7 @@ class Parts:
     optimizer: Optimizer
     engine: RolloutEngine
     sampling: Sampling
-    episode_runner: OneTurn | Turns
+    episode_runner: OneTurn | Turns | AsyncTurns
     """Generates the responses, single-turn or with the turns of an environment."""
     prompts: Prompts | None
     held_out: Prompts | None

@@ -286,7 +286,7 @@ class TrainingRun:
         prompts = self._prompts.select(chosen.rows)
         before = self.evaluation.before_update()
         if self.config.async_steps:
-            self.ppo.engine.prepare(self._prompts_after(chosen))
+            self.parts.episode_runner.prepare(self._prompts_after(chosen), self.ppo.engine)
 
         def more_prompts(count: int) -> Prompts:
             nonlocal chosen
@@ -321,12 +321,12 @@ class TrainingRun:
         assert self.parts.prompts is not None
         return self.parts.prompts
 
-    def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
-        """Return the token ids of the next iteration's prompts; none after the last."""
+    def _prompts_after(self, chosen: Chosen) -> Prompts:
+        """Return the next iteration's prompts; none after the last."""
         if self.state.iteration + 1 == self.config.iterations:
-            return []
+            return self._prompts.select([])
         following = self._choose(chosen.position, self.config.prompts_per_iteration)
-        return self._prompts.select(following.rows).token_ids
+        return self._prompts.select(following.rows)
 
     def _choose(self, position: int, count: int) -> Chosen:
         """Choose the next `count` prompts from a position in the epochs on."""

@@ -225,7 +225,7 @@ class ExtraCriticEpochs(GradientHead):
                 value, _ = value_loss(values, micro, coefficients)
                 optimizer.backward(self.loss(value, coefficients))
 
-        self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch))
+        self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch.batch))
         norms = to_floats(optimizer.clip_gradients(self.config.max_grad_norm))
         optimizer.step({"loss": 0.0, **norms})
 

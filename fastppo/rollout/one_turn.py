@@ -22,5 +22,13 @@ class OneTurn:
         """Return the prompts and their responses."""
         return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
 
+    def prepare(self, following: Prompts, engine: RolloutEngine) -> None:
+        """Tell the engine the next iteration's prompts; none after the last."""
+        engine.prepare(following.token_ids)
+
+    def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
     def close(self) -> None:
         """Do nothing."""

@@ -15,9 +15,10 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
+from fastppo.environments.episodes import as_turns
 from fastppo.environments.loading import load_environment
 from fastppo.environments.maker import EnvironmentMaker
-from fastppo.environments.turns import Turns, as_turns
+from fastppo.environments.turns import Turns
 from fastppo.models.policy import LanguageModel
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, RolloutError, Sampling
@@ -263,6 +264,9 @@ def test_coroutines_run_concurrently() -> None:
     ("returned", "says"),
     [
         (None, r"returned None in step; expected \(observation, reward, done\)"),
+        (("w1", 1.0, True, "won"), "returned 'won' in step; expected a dict"),
+        (("w1", 1.0, True, {"invalid": "no"}), "returned invalid='no' in step; expected a bool"),
+        (("w1", 1.0, True, {"outcome": 1}), "returned outcome=1 in step; expected a text"),
         (("w1", "much", False), "returned the reward 'much' in step; expected a number"),
         (("w1", math.nan, False), "returned the reward nan in step"),
         (("w1", 1.0, "no"), "returned done='no' in step; expected a bool"),

@@ -16,6 +16,7 @@ from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.policies import importance, mismatch, read_old_policy, read_reference
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -33,7 +34,9 @@ def _read(
     trainer: PPOTrainer, rollout: Rollout, batch: Batch
 ) -> tuple[Experience, dict[str, float]]:
     """Return the experience with the old policy's statistics, and the metrics of the mismatch."""
-    experience = Experience.of_rollout(batch, rollout, Scores(torch.zeros(len(batch))), masks=False)
+    experience = Experience.of_rows(
+        batch, Rows([], rollout), Scores(torch.zeros(len(batch))), masks=False
+    )
     plan = split(batch, trainer.config.limits())
     old, metrics = read_old_policy(experience, rollout, plan, trainer.config, parts=trainer.parts)
     return old, {name: x.item() for name, x in metrics.items()}

@@ -11,6 +11,8 @@ from transformers import set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.world import World, join
+from fastppo.environments.async_turns import AsyncTurns
+from fastppo.environments.failures import DropFailures, RaiseFailures
 from fastppo.environments.turns import Turns
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
@@ -252,11 +254,11 @@ def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> S
 
 def make_episode_runner(
     config: PPOConfig, inputs: RunInputs, *, calls: CallOptions, world: World
-) -> OneTurn | Turns:
+) -> OneTurn | Turns | AsyncTurns:
     """Return the runner of single-turn responses, or of an environment's turns."""
     if inputs.rewards.environment is None:
         return OneTurn()
-    return Turns(
+    turns = Turns(
         inputs.rewards.environment.function,
         inputs.tokenizer,
         max_turns=config.max_turns,
@@ -264,4 +266,10 @@ def make_episode_runner(
         options=calls,
         failure_file=episode_file(config),
         world=world,
+        failures=(
+            DropFailures(config.samples_per_prompt)
+            if config.environment_failure == "drop"
+            else RaiseFailures()
+        ),
     )
+    return AsyncTurns(turns) if config.async_steps else turns

@@ -14,7 +14,8 @@ from typing import Any
 
 from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
-from fastppo.environments.turns import POLICY, Turns, as_turns
+from fastppo.environments.episodes import POLICY, as_turns
+from fastppo.environments.turns import Turns
 from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.ensemble import RewardEnsemble

@@ -28,6 +28,7 @@ METRICS = {
     "seconds/generate": 0.1,
     "finish/stop": 0.5,
     "tools/ok": 0.5,
+    "outcome/success": 0.25,
     "eval/reward/brief": 0.9,
     "eval/monitor/gold": 0.4,
 }
