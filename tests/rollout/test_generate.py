@@ -76,9 +76,7 @@ def test_the_static_cache_gives_the_same_tokens(architecture: str) -> None:
     torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("weights", "cache"), [(torch.float32, None), (torch.bfloat16, "static")]
-)
+@pytest.mark.parametrize(("weights", "cache"), [(torch.float32, None), (torch.bfloat16, "static")])
 def test_the_static_cache_is_for_weights_in_the_dtype_of_the_products(
     weights: torch.dtype, cache: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
