@@ -203,12 +203,12 @@ def _value_keywords(hint: Any, choices: Sequence[str] = ()) -> dict[str, Any]:
     from fastppo.run.options import inner_type
 
     if choices:
-        return {"choices": (*choices, DEFAULT), "metavar": "|".join(choices)}
+        return {"metavar": "|".join(choices)}
     hint, words = inner_type(hint)
     if get_origin(hint) is Mapping:
         return {"metavar": "YAML"}
     if get_origin(hint) is Literal:
-        return {"choices": (*get_args(hint), DEFAULT), "metavar": "|".join(get_args(hint))}
+        return {"metavar": "|".join(get_args(hint))}
     metavars = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}
     if get_origin(hint) is Sequence:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}

@@ -34,8 +34,8 @@ PAGE_ITEMS = {
     "kl": 5,
     "approx_kl": 5,
     "distinct_2": 8,
-    "skipped_steps": 10,
-    "mismatch/outside": 11,
+    "skipped_steps": 12,
+    "mismatch/outside": 13,
     "monitor": 7,
     "response_length": 9,
 }

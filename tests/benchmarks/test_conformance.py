@@ -149,7 +149,7 @@ FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
     (definition, "sequence_ratio_logprobs", "total / count.clamp(min=1)", "total", {"gspo", "gspo-uneven"}),
     (definition, "entropy", "    return", "    log_p = (0.7 * log_p).log_softmax(-1)\n    return", {"entropy-temperature"}),
     (aggregation, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
-    (value_loss.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
+    (value_loss.ValueLossFunction, "forward", "0.5 * (weights", "(weights", {"value-half", "value-clip"}),
     (ours, "importance", '"sum", lengths', '"mean", lengths', {"weights-sequence-truncate"}),
     (estimators, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
     (controllers.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),
