@@ -46,9 +46,9 @@ ONE_PER_RESPONSE = ("sequence", "rloo", "group")
 MONTE_CARLO = ("sequence", *CRITIC_FREE)
 """Kinds with λ = 1."""
 
-GROUP_EPS = 1e-4
-"""Added to a group's standard deviation, as a share of the batch's. TRL adds it in reward units, so
-that the scale of the rewards matters."""
+GROUP_EPS = 1e-6
+"""Added to a group's standard deviation, as a share of the batch's. TRL adds 1e-4 in reward units,
+with which the scale of the rewards matters."""
 
 SCORE_ROUNDING = 1e-6
 """Scores that differ by at most this share of their size are equal: fp32 has 7 digits."""
