@@ -132,8 +132,9 @@ def test_every_line_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
-    for wrong in ("FAILED", "Traceback", "no time left", "the time is up", " failed", "exit 1"):
+    for wrong in ("FAILED", "Traceback", "no time left", "the time is up", " failed"):
         assert wrong not in printed, printed[-6000:]
+    assert part != 3 or "exit 0" in printed  # the demo
     files = {1: ("smoke", "tests"), 2: ("rows", "programs", "head", "counters"), 3: ("trainer",)}
     for name in files[part]:
         assert (out / f"{name}.txt").stat().st_size > 0
