@@ -118,7 +118,9 @@ def test_runs_of_the_study_of_the_rate_are_kept(
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize("task", ["needle", "dense", "bandit"])
+@pytest.mark.parametrize(
+    "task", ["needle", "dense", "bandit", "switch", "lock", "ragged", "coins", "fines"]
+)
 def test_a_task_from_random_weights_trains(task: str, tmp_path: Path) -> None:
     run = learning_rate.Run(task, "1e-3", 0)
     trainer, judged = learning_rate.make_trainer(run, tmp_path, str(tmp_path / "unused"))
