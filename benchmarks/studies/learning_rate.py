@@ -56,7 +56,8 @@ from benchmarks.studies.common import (
     parser_of,
     print_table,
 )
-from benchmarks.studies.rate_tasks import TUNED, Task
+from benchmarks.studies.held_out_tasks import HELD_OUT
+from benchmarks.studies.rate_tasks import TUNED
 from benchmarks.training import iterate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
@@ -64,7 +65,7 @@ from fastppo.ppo.trainer import PPOTrainer
 AUTO = "auto"
 FIXED = ("1e-5", "1e-4", "3e-4", "1e-3", "3e-3")
 
-HALVES: dict[str, dict[str, Task]] = {"tuned": TUNED}
+HALVES = {"tuned": TUNED, "held-out": HELD_OUT}
 TASKS = {name: task for half in HALVES.values() for name, task in half.items()}
 
 BATCH = 64

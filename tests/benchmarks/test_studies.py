@@ -99,6 +99,18 @@ def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: 
     assert [timed.mean(setting) for setting in ends] == pytest.approx([0.7, 0.5, 0.7])
 
 
+@pytest.mark.parametrize("half", ["held-out", "tuned"])
+def test_the_tables_of_auto_follow_from_the_kept_curves(
+    half: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    learning_rate.print_comparison(learning_rate.read(learning_rate.RESULTS, half), "auto")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) > 10
+    for row in rows:
+        assert row in page
+
+
 def test_runs_of_the_study_of_the_rate_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +130,9 @@ def test_runs_of_the_study_of_the_rate_are_kept(
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize("task", ["needle", "dense", "bandit"])
+@pytest.mark.parametrize(
+    "task", ["needle", "dense", "bandit", "switch", "lock", "ragged", "coins", "fines"]
+)
 def test_a_task_from_random_weights_trains(task: str, tmp_path: Path) -> None:
     run = learning_rate.Run(task, "1e-3", 0)
     trainer, judged = learning_rate.make_trainer(run, tmp_path, str(tmp_path / "unused"))
