@@ -87,13 +87,14 @@ def refusals(folder: Path) -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     on_gpu = torch.arange(4.0, device="cuda")
     on_host = torch.ones(4)
+    query = on_gpu.view(1, 1, 1, 4)
     refused: dict[str, Callable[[], object]] = {
         "an operation on both": lambda: on_gpu + on_host,
         "a list of both": lambda: torch.cat([on_gpu, on_host]),
         "a result on the other": lambda: torch.add(on_gpu, on_gpu, out=on_host),
         "indices of the device": lambda: on_host[on_gpu.long()],
         "attention with a mask of the host": lambda: attention(
-            *[on_gpu.view(1, 1, 1, 4)] * 3, attn_mask=torch.ones(1, 1, 1, 1)
+            query, query, query, attn_mask=torch.ones(1, 1, 1, 1)
         ),
         "NumPy": lambda: on_gpu.numpy(),
         "a generator of the CPU": lambda: on_gpu.uniform_(generator=torch.Generator()),
@@ -135,7 +136,6 @@ def refusals(folder: Path) -> None:
 FP32_WEIGHTS_IN_FP16: dict[str, Any] = {"precision": "fp16"}
 
 add_run("default", minibatches=2)
-add_run("fp32", precision="fp32")
 add_run("fp16", **FP32_WEIGHTS_IN_FP16)
 add_run("bf16_weights", param_dtype="bfloat16", model_dtype="bfloat16")
 add_run("unpacked", packing="off")
@@ -150,28 +150,24 @@ add_run(
 add_run("refresh", reference_refresh=1, iterations=2, kl_coef=0.0, kl_loss_coef=0.1)
 add_run("full_kl", kl_loss_coef=0.1, kl_loss_estimator="full")
 add_run("full_kl_reward", kl_coef=0.1, kl_estimator="full")
-add_run("entropy", entropy_coef=0.01)
 add_run("top_k", top_k=5, top_p=0.9)
 add_run("stop_strings", stop_strings=["w7"])
-add_run("group", samples_per_prompt=2, advantage="group", vf_coef=0.0)
 add_run(
     "dynamic_sampling", samples_per_prompt=2, dynamic_sampling=2, advantage="group", vf_coef=0.0
 )
-add_run("rloo", samples_per_prompt=2, advantage="rloo", vf_coef=0.0)
 add_run("importance", importance="sequence-mask")
 add_run("early_stop", early_stop_kl=1e-6, ppo_epochs=2)
 add_run("auto_rate", learning_rate="auto", ppo_epochs=2)
 add_run("bootstrap", truncated="bootstrap")
-add_run("truncated", truncated="mask")
+add_run("truncated", truncated="mask", stop_token_ids=list(range(20)))
 add_run("gspo", objective="gspo")
 add_run("penalty", objective="penalty", minibatches=2)
-add_run("sapo", objective="sapo")
 add_run("sapo_fp16", objective="sapo", **FP32_WEIGHTS_IN_FP16)
 add_run("gradient_checkpointing", gradient_checkpointing=True)
 add_run("microbatch_tokens", microbatch_tokens=24)
 add_run("asynchronous", async_steps=1, iterations=2)
 add_run("value_lam", value_lam=1.0, lam_alpha=0.5)
-for architecture in ("gpt2", "qwen2", "qwen3", "gemma2", "gemma3", "mistral-window", "opt"):
+for architecture in ("gpt2", "qwen3", "gemma2", "gemma3", "mistral-window", "opt"):
     add_run(architecture, architecture=architecture)
 for architecture in ("llama", "qwen2", "gemma2"):
     add_run(f"generate_{architecture}", rollout="generate", architecture=architecture)
@@ -278,7 +274,7 @@ def step(folder: Path) -> None:
     responses = [[7, 8, 1], [9, 10, 11], [5, 1], [6, 7]]
     scores = [1.0, 0.0, 0.5, 0.2]
     assert math.isfinite(ours.step(prompts, responses, scores)["loss"])
-    more = {
+    more: dict[str, Any] = {
         "masks": [[True] * (len(tokens) - 1) + [False] for tokens in responses[1:]],
         "token_rewards": [[0.1] * len(tokens) for tokens in responses],
         "old_logprobs": [[-3.0] * len(tokens) for tokens in responses],
@@ -416,20 +412,11 @@ def reward_model(folder: Path) -> None:
 
 
 @case
-def functions_fp32(folder: Path) -> None:
-    check_functions("float32")
-
-
-@case
 def functions_bf16(folder: Path) -> None:
-    check_functions("bfloat16")
-
-
-def check_functions(dtype: str) -> None:
     """Compare every function of `functions.py` with the same kernels on CPU tensors."""
     from tests.simgpu.functions import check
 
-    check(dtype)
+    check("bfloat16")
 
 
 # ------------------------------------------------------------------------------------------ main

@@ -18,19 +18,13 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "decoded token": Limit(46, 44, 1),
-    "rest of generation": Limit(30, 25, 9),
-    "experience": Limit(380, 370, 14),
-    "microbatch": Limit(110, 150, 0),
-    "optimizer step": Limit(17, 0, 1),
-    "rest of the update": Limit(220, 0, 13),
+    "decoded token": Limit(23, 44, 0.125),
+    "rest of generation": Limit(12, 8, 1.5),
+    "experience": Limit(330, 370, 1),
+    "microbatch": Limit(80, 150, 0),
+    "optimizer step": Limit(14, 0, 1),
+    "rest of the update": Limit(100, 0, 1),
     "score": Limit(0, 0, 0),
-    "rest of the iteration": Limit(17, 0, 8),
+    "rest of the iteration": Limit(0, 0, 0),
 }
 """Of one call: experience and the rest of an update are for four microbatches of two rows."""
-
-WAITS_IN_MICROBATCHES = {"ptx": 1, "gemma2": 2, "generate_gemma2": 2, "sapo_fp16": 1}
-"""Cases with waits in a microbatch: the most per microbatch."""
-
-WAITS_PER_STEP = {"fp16": 3, "sapo_fp16": 3, "generate_fp16": 3, "critic_warmup": 2}
-"""Cases with more than one wait per optimizer step."""

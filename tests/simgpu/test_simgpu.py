@@ -14,16 +14,16 @@ import torch
 
 from tests.simgpu.build import compiler
 from tests.simgpu.cases import CASES
-from tests.simgpu.limits import LIMITS, WAITS_IN_MICROBATCHES, WAITS_PER_STEP, Limit
+from tests.simgpu.limits import LIMITS, Limit
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="the simulated device is compiled with g++"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="torch's CPU build is needed"),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch's CPU build is needed"),
 ]
 
-QUICK = (("refusals", "default", "critic"), ("generate_llama", "step", "functions_bf16"))
+QUICK = (("refusals", "default", "critic"), ("generate_llama", "step"))
 """Cases of the quick tests; those of a group share a process."""
 
 LAYERS = 2
@@ -56,12 +56,9 @@ def check(result: dict[str, Any]) -> None:
     assert not result["error"], f"{name}\n{result['error']}"
     calls = result["calls"]
     waits = result["waits"]
-    for phase, each, per_call in (
-        ("microbatches", "microbatch", WAITS_IN_MICROBATCHES.get(name, 0)),
-        ("optimizer step", "optimizer step", WAITS_PER_STEP.get(name, 1)),
-    ):
-        most = per_call * calls.get(each, 0)
-        assert waits.get(phase, 0) <= most, (name, phase, result["places"][phase])
+    assert not waits.get("microbatches"), (name, result["places"]["microbatches"])
+    steps = calls.get("optimizer step", 0)
+    assert waits.get("optimizer step", 0) <= steps, (name, result["places"]["optimizer step"])
 
 
 def check_launches(phase: str, launches: float, limit: Limit, layers: int) -> None:
