@@ -246,4 +246,4 @@ def _replace_interpreter() -> None:
             named = {name: on_host(x) for name, x in kwargs.items()}
             return original(self, *[on_host(x) for x in args], **named)
 
-    interpreter.GridExecutor.__call__ = call  # type: ignore[method-assign]
+    interpreter.GridExecutor.__call__ = call

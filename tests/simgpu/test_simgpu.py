@@ -98,9 +98,8 @@ def test_no_phase_takes_more_launches_or_waits_than_stated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [1, 2, 3])
-def test_every_line_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
-    """`benchmarks/on_a_gpu.sh` at toy sizes, without limits on time."""
+def test_correctness_part_for_a_first_gpu_runs(tmp_path: Path) -> None:
+    """`benchmarks/on_a_gpu.sh 1` at toy sizes, without limits on time."""
     tools = tmp_path / "tools"
     tools.mkdir()
     module = f'"{sys.executable}" -W ignore -m tests.simgpu.on_a_gpu'
@@ -108,7 +107,6 @@ def test_every_line_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
         "python": f'exec {module} "$@"',
         "timeout": 'while [ "${1#-}" != "$1" ]; do shift 2; done; shift; exec "$@"',
         "nvidia-smi": "echo a simulated device",
-        "ncu": 'while [ "$1" != -m ]; do shift; done; echo dram__bytes; exec "$PYTHON" "$@"',
     }
     for name, script in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -125,15 +123,11 @@ def test_every_line_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)
-    command = ["bash", "benchmarks/on_a_gpu.sh", str(part)]
+    command = ["bash", "benchmarks/on_a_gpu.sh", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     for wrong in ("FAILED", "Traceback", "no time left", "the time is up", " failed"):
         assert wrong not in printed, printed[-6000:]
-    assert part != 3 or "exit 0" in printed  # the demo
-    files = {1: ("smoke", "tests"), 2: ("rows", "programs", "head", "counters"), 3: ("trainer",)}
-    for name in files[part]:
+    for name in ("smoke", "tests"):
         assert (out / f"{name}.txt").stat().st_size > 0
-    for name in {1: (), 2: ("suite",), 3: ("training",)}[part]:
-        assert json.loads((out / f"{name}.json").read_text())["benchmarks"]
