@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastppo.models.multimodal import frozen_modules
 from fastppo.models.quantized import dequantized_weight, is_quantized
 
 
@@ -38,6 +39,8 @@ def add_adapters(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=list(target_modules) if target_modules else "all-linear",
+        # Vision tower and projector are frozen.
+        exclude_modules=list(frozen_modules(model)) or None,
         # GPT-2's weights are transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type=task_type,

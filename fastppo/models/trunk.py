@@ -152,7 +152,9 @@ def layers_of(trunk: Any) -> nn.ModuleList:
         ValueError: the trunk has no single list of all layers.
     """
     total = trunk.config.get_text_config().num_hidden_layers
-    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
+    # A vision tower may have as many layers.
+    modules = trunk.get_decoder().modules()
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == total]
     if len(lists) != 1:
         raise ValueError(f"{type(trunk).__name__} has no single list of its {total} layers")
     return lists[0]

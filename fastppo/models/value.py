@@ -14,7 +14,6 @@ at zero. A critic from a reward model starts from its scores, as InstructGPT's d
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
+from fastppo.models.multimodal import copy_sharing_frozen, frozen_parameters
 from fastppo.models.trunk import states_at
 
 ATTENTION = {"self_attn", "attn", "attention"}
@@ -49,6 +49,11 @@ class ValueFunction(nn.Module, ABC):
         """Return the values of states [N, H], [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
             return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+
+    def shared_names(self, causal_lm: PreTrainedModel) -> set[str]:
+        """Return the names of the parameters that are the policy's: a critic's vision tower."""
+        shared = {id(p) for p in frozen_parameters(causal_lm)}
+        return {name for name, p in self.named_parameters() if id(p) in shared}
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
@@ -90,9 +95,9 @@ class CriticValue(ValueFunction):
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
-    """Return a critic initialized with a copy of the policy's trunk."""
+    """Return a critic initialized with a copy of the policy's trunk; it shares a vision tower."""
     width = causal_lm.get_output_embeddings().weight.shape[1]
-    return CriticValue(copy.deepcopy(causal_lm.base_model), width)
+    return CriticValue(copy_sharing_frozen(causal_lm.base_model, causal_lm), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
@@ -103,7 +108,9 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     """
     critic = critic_of_policy(causal_lm)
     try:
-        critic.load_state_dict(load_file(path))
+        lacking, unknown = critic.load_state_dict(load_file(path), strict=False)
+        if unknown or not critic.shared_names(causal_lm).issuperset(lacking):
+            raise RuntimeError(f"lacks {lacking}, and has {unknown}")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error
     return critic

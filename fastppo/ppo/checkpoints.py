@@ -10,6 +10,7 @@ from typing import Any
 from fastppo.data import fingerprint
 from fastppo.data.files import written_whole
 from fastppo.models.device import choose_device
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import unsharded
@@ -45,6 +46,7 @@ def export(
     with written_whole(directory) as unfinished:
         model.save_policy(unfinished)
         tokenizer.save_pretrained(unfinished)
+        save_processor_files(model.causal_lm, unfinished)
         if value_function is not None:
             model.save_value_function(unfinished / value_function.name)
             (unfinished / value_function.name).replace(value_function)

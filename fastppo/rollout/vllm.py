@@ -34,6 +34,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fastppo.data.world import World
 from fastppo.models.adapters import full_state, merged_state
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor
 from fastppo.rollout import (
@@ -260,6 +261,7 @@ def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path
     config.architectures = [type(policy.causal_lm).__name__]
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    save_processor_files(policy.causal_lm, directory)
 
 
 @contextmanager

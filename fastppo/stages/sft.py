@@ -20,6 +20,7 @@ from fastppo.data import fingerprint
 from fastppo.data.datasets import Rows
 from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
+from fastppo.models.multimodal import freeze
 from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -109,6 +110,7 @@ def train_sft(
         embeddings: Any = model.get_input_embeddings()
         check_vocabulary(tokenizer, len(embeddings.weight))
         before = fingerprint.of_model(model)
+        freeze(model)
         peft = adapters_of(model, config)
         policy = LanguageModel(model, peft)
         policy.check_heads()
