@@ -16,6 +16,7 @@ padding and no mask is needed. In a packed layout all sequences share one row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from fastppo.data.images import (
+    EncodedImages,
+    ImageInputs,
+    encoded_images,
+    rope_positions,
+    without_image_tokens,
+)
 
 
 class Packing(NamedTuple):
@@ -47,6 +56,8 @@ class Layout(NamedTuple):
     """Flat position of each sequence's last token, [B] int64."""
     packing: Packing | None = None
     """Boundaries of packed sequences; None if each row is one sequence."""
+    images: ImageInputs | None = None
+    """Images of the prompts; None for text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +74,8 @@ class Batch:
     response_mask: Tensor | None = None
     """True on response tokens that the policy generated, [Σ response length] bool on the CPU; None
     means all."""
+    images: tuple[EncodedImages | None, ...] | None = None
+    """Output of the vision tower for each prompt; None for text."""
 
     @classmethod
     def of(
@@ -73,6 +86,8 @@ class Batch:
         response_mask: Sequence[Sequence[bool]] | None = None,
     ) -> Batch:
         """Build a batch from lists of token ids, one response per prompt.
+
+        Prompts may be `ImagePrompt`s that a vision tower has read.
 
         Args:
             response_mask: per response token, whether the policy generated it; None means all.
@@ -100,6 +115,7 @@ class Batch:
             prompt_lengths=torch.tensor([len(row) for row in prompts], dtype=torch.int64),
             response_lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64),
             response_mask=flags,
+            images=encoded_images(prompts),
         )
 
     def __len__(self) -> int:
@@ -164,11 +180,15 @@ class Batch:
         response_mask = None
         if self.response_mask is not None:
             response_mask = self.response_mask[spans(starts(self.response_lengths)[rows], lengths)]
+        images = self.images
+        if images is not None:
+            images = tuple(images[row] for row in rows.tolist())
         return Batch(
             tokens=self.tokens[on_device(index, self.device)],
             prompt_lengths=self.prompt_lengths[rows],
             response_lengths=lengths,
             response_mask=response_mask,
+            images=images,
         )
 
     def split(self, sizes: list[int]) -> list[Batch]:
@@ -179,12 +199,17 @@ class Batch:
         response_mask: Sequence[Tensor | None] = [None] * len(sizes)
         if self.response_mask is not None:
             response_mask = split_packed(self.response_mask, self.response_lengths, sizes)
+        images: list[tuple[EncodedImages | None, ...] | None] = [None] * len(sizes)
+        if self.images is not None:
+            left = iter(self.images)
+            images = [tuple(itertools.islice(left, size)) for size in sizes]
         return [
             Batch(
                 tokens=tokens[i],
                 prompt_lengths=prompt_lengths[i],
                 response_lengths=response_lengths[i],
                 response_mask=response_mask[i],
+                images=images[i],
             )
             for i in range(len(sizes))
         ]
@@ -195,8 +220,12 @@ class Batch:
         width = max(lengths.tolist(), default=0)
         first = torch.arange(len(self)) * width
         input_ids = torch.zeros(len(self) * width, dtype=torch.int64, device=self.device)
-        input_ids[on_device(spans(first, lengths), self.device)] = self.tokens
-        return self._layout(input_ids.view(len(self), width), first)
+        input_ids[on_device(spans(first, lengths), self.device)] = self._inputs
+        layout = self._layout(input_ids.view(len(self), width), first)
+        if self.images is None:
+            return layout
+        rows = torch.arange(len(self)).unsqueeze(1).expand(-1, width)
+        return layout._replace(images=self._images(rows, torch.arange(width).expand(len(self), -1)))
 
     def packed_layout(self) -> Layout:
         """Return all sequences in one row."""
@@ -208,7 +237,37 @@ class Batch:
             cu_seqlens=on_device(ends.int(), self.device),
             longest=max(lengths.tolist(), default=0),
         )
-        return self._layout(self.tokens.unsqueeze(0), starts(lengths), packing)
+        layout = self._layout(self._inputs.unsqueeze(0), starts(lengths), packing)
+        if self.images is None:
+            return layout
+        rows = torch.arange(len(self)).repeat_interleave(lengths)
+        images = self._images(rows.unsqueeze(0), positions.unsqueeze(0))
+        return layout._replace(images=images)
+
+    @property
+    def _inputs(self) -> Tensor:
+        """The tokens as a transformer reads them: an image token in a response has no image."""
+        if self.images is None:
+            return self.tokens
+        image_tokens = torch.tensor([-1 if x is None else x.token_id for x in self.images])
+        begin = starts(self.lengths) + self.prompt_lengths
+        places = on_device(spans(begin, self.response_lengths), self.device)
+        of_tokens = on_device(image_tokens.repeat_interleave(self.response_lengths), self.device)
+        inputs = self.tokens.clone()
+        inputs[places] = without_image_tokens(inputs[places], of_tokens)
+        return inputs
+
+    def _images(self, rows: Tensor, positions: Tensor) -> ImageInputs | None:
+        """Return the images of a layout.
+
+        Args:
+            rows, positions: the sequence of each token, and its place there, [B', S] int64.
+        """
+        assert self.images is not None
+        position_ids = rope_positions(self.images, rows, positions)
+        if position_ids is not None:
+            position_ids = on_device(position_ids, self.device)
+        return ImageInputs.of(self.images, position_ids)
 
     def _layout(self, input_ids: Tensor, first: Tensor, packing: Packing | None = None) -> Layout:
         """Return the layout of sequences starting at the positions `first` [B]."""

@@ -112,7 +112,9 @@ class LanguageModel(nn.Module):
         # In a sharded model `hidden` and `forward` gather weights, so neither may call the other
         # (`fastppo.models.sharding`).
         trunk = self.causal_lm.base_model
-        return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
+        return states_at(
+            trunk, positions, layout.input_ids, packing=layout.packing, images=layout.images
+        )
 
     def padded_states(
         self, input_ids: Tensor, attention_mask: Tensor, *, row: Tensor, column: Tensor

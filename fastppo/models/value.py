@@ -91,7 +91,13 @@ class CriticValue(ValueFunction):
         self.trunk = trunk
 
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
-        return states_at(self.trunk, positions, layout.input_ids, packing=layout.packing)
+        return states_at(
+            self.trunk,
+            positions,
+            layout.input_ids,
+            packing=layout.packing,
+            images=layout.images,
+        )
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:

@@ -403,7 +403,7 @@ def sample_records(
     totals = scores.total.tolist()
     return [
         {
-            "prompt": prompts.prompts[i],
+            **prompts.record(i),
             "completion": completion,
             "reward": totals[i],
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},

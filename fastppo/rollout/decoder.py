@@ -20,6 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.data.images import (
+    ImageInputs,
+    encoded_images,
+    rope_positions,
+    without_image_tokens,
+)
 from fastppo.models.cache import GrowingCache
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import last_states
@@ -169,12 +175,30 @@ class _LiveRows:
         response = torch.ones(len(prompt_ids), sampling.max_new_tokens, dtype=torch.int64)
         self.mask = torch.cat([mask, response], dim=1).to(device)
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        self.image_tokens: Tensor | None = None
         self.next = prompts.to(device)
         first_rows, which = distinct(prompt_ids)
         self.first_rows = first_rows.to(device)
         self.which = which.to(device)
+        self.images = self._read_images(prompt_ids)
         self.length = 0
         self.scratch: Tensor | None = None
+
+    def _read_images(self, prompt_ids: Sequence[Sequence[int]]) -> ImageInputs | None:
+        """Return the images of the distinct prompts, and set the positions of M-RoPE."""
+        encoded = encoded_images(prompt_ids)
+        if encoded is None:
+            return None
+        image_tokens = [-1 if images is None else images.token_id for images in encoded]
+        self.image_tokens = torch.tensor(image_tokens, device=self.next.device)
+        positions = self.positions.cpu()
+        rows = torch.arange(len(encoded)).unsqueeze(1).expand_as(positions)
+        of_rope = rope_positions(encoded, rows, positions)
+        begin = self.next.shape[1]
+        if of_rope is not None:
+            self.positions = of_rope.to(self.next.device)
+        prompt_positions = None if of_rope is None else self.positions[:, self.first_rows, :begin]
+        return ImageInputs.of([encoded[row] for row in self.first_rows.tolist()], prompt_positions)
 
     def advance(self) -> Tensor:
         """Run the trunk on the next tokens and return their final hidden states, [L, H]."""
@@ -183,12 +207,14 @@ class _LiveRows:
         # A prompt shared by several rows is read once, and its cache entries are copied.
         is_shared = begin == 0 and len(self.first_rows) < len(self.which)
         rows = self.first_rows if is_shared else slice(None)
+        images, self.images = self.images, None  # the cache holds them from now on
         states = last_states(
             self.trunk,
             self.next[rows],
             attention_mask=self.mask[rows, : self.length] if self.is_ragged else None,
-            position_ids=self.positions[rows, begin : self.length],
+            position_ids=self.positions[..., rows, begin : self.length],
             cache=self.cache,
+            images=images,
         )
         if is_shared:
             self.cache.batch_select_indices(self.which)
@@ -205,6 +231,8 @@ class _LiveRows:
 
     def append(self, tokens: Tensor) -> None:
         """Make tokens [L] the input of the next step."""
+        if self.image_tokens is not None:
+            tokens = without_image_tokens(tokens, self.image_tokens)
         self.next = tokens.unsqueeze(1)
 
     def leave(self, ended: Tensor) -> None:
@@ -215,8 +243,10 @@ class _LiveRows:
             return
         self.cache.batch_select_indices(left)
         self.mask = self.mask[left]
-        self.positions = self.positions[left]
+        self.positions = self.positions[..., left, :]
         self.next = self.next[left]
+        if self.image_tokens is not None:
+            self.image_tokens = self.image_tokens[left]
         if self.uniforms is not None:
             self.uniforms = self.uniforms[left]
 

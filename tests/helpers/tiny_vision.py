@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny
 import torch
+from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
     AutoModelForImageTextToText,
     Idefics3Config,
     Idefics3ImageProcessorPil,
+    Idefics3Processor,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -23,6 +26,10 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMImageProcessorPil,
 )
+
+from fastppo.data.prompts import Prompts, encode_prompts
+from fastppo.models.images import GridProcessor, ImageEncoder
+from fastppo.models.policy import ActorCritic
 
 SPECIAL = (
     "<image>",
@@ -172,6 +179,47 @@ def _idefics_options() -> dict[str, Any]:
 def saved_model(directory: Path, architecture: str) -> str:
     """Save a model with its tokenizer and its image processor; return the directory."""
     model(architecture).save_pretrained(directory)
-    tokenizer(chat=True).save_pretrained(directory)
+    processor(architecture).save_pretrained(directory)
     image_processor(architecture).save_pretrained(directory)
     return str(directory)
+
+
+def processor(architecture: str) -> Any:
+    """Return a processor that needs Pillow alone."""
+    images, words = image_processor(architecture), tokenizer(chat=True)
+    if architecture in ("idefics3", "smolvlm"):  # SmolVLM's own needs torchvision for videos
+        return Idefics3Processor(image_processor=images, tokenizer=words, image_seq_len=4)
+    return GridProcessor(images, words, "<|image_pad|>")
+
+
+def placeholder(architecture: str) -> str:
+    """Return the placeholder of an image in a text."""
+    if architecture in ("idefics3", "smolvlm"):
+        return "<image>"
+    return "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def image(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def rows(architecture: str) -> list[dict[str, Any]]:
+    """Return prompts with one image, with two, and with none."""
+    at = placeholder(architecture)
+    return [
+        {"prompt": f"w1 {at} w2", "image": image(40, 24)},
+        {"prompt": f"{at} w3 {at} w5 w6", "images": [image(16, 48, 1), image(33, 33, 2)]},
+        {"prompt": "w4 w5"},
+    ]
+
+
+def encoder(architecture: str) -> tuple[ImageEncoder, Prompts]:
+    """Return the vision tower of a new policy, and the prompts of `rows`."""
+    reader = processor(architecture)
+    policy = ActorCritic(model(architecture))
+    prompts = encode_prompts(
+        rows(architecture), reader.tokenizer, max_prompt_tokens=100, processor=reader
+    )
+    return ImageEncoder(policy, reader), prompts

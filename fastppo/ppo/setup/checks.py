@@ -14,6 +14,7 @@ from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
+from fastppo.ppo.parts import Parts
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.options import unused
 
@@ -58,10 +59,9 @@ def self_check(ppo: PPO) -> None:
         fresh_reference is not None and fresh_reference.is_given
     ):
         fresh_reference = None
-    assert ppo.parts.prompts is not None
     with explain_out_of_memory("the self-check", ppo.config):
         check_on_policy(
-            ppo.parts.prompts,
+            few_prompts(ppo.parts),
             ppo.config,
             model=ppo.model,
             engine=ppo.engine,
@@ -71,6 +71,12 @@ def self_check(ppo: PPO) -> None:
     warnings = [*unused(ppo.config, ppo.parts.passed), *odd_options(ppo.config)]
     for sentence in [*warnings, *busy_cpu(ppo.parts.device)]:
         ppo.reporter.say(sentence, "yellow")
+
+
+def few_prompts(parts: Parts) -> Prompts:
+    """Return a few prompts, with the output of the vision tower for their images."""
+    assert parts.prompts is not None
+    return parts.images(parts.prompts.select(range(min(CHECKED_PROMPTS, len(parts.prompts)))))
 
 
 def check_on_policy(
@@ -92,10 +98,9 @@ def check_on_policy(
     Raises:
         RuntimeError: names the check that fails, and by how much.
     """
-    few = prompts.select(range(min(CHECKED_PROMPTS, len(prompts))))
     with random_state_restored():
-        rollout = engine.generate(few.token_ids, sampling.shortened(CHECKED_TOKENS))
-    batch = Batch.of(few.token_ids, rollout.tokens, model.device)
+        rollout = engine.generate(prompts.token_ids, sampling.shortened(CHECKED_TOKENS))
+    batch = Batch.of(prompts.token_ids, rollout.tokens, model.device)
     logprobs = model.evaluate(batch, **config.softmax).logprobs
     tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)
     # Sampler and learner pad differently, so they agree only up to rounding errors.
