@@ -42,6 +42,14 @@ class GrowingCache(DynamicCache):
         value_states = value_states.to(self.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **more)
 
+    def select(self, rows: Tensor) -> None:
+        """Keep `rows` [n], int64, in that order; a row may occur more than once.
+
+        `reorder_cache` is the one method that every kind of layer has, with recurrent and
+        convolution states as well as keys and values.
+        """
+        self.reorder_cache(rows)
+
 
 class _BufferedLayer(DynamicLayer):
     """Cache layer whose `keys` and `values` are views of preallocated buffers."""
@@ -65,11 +73,11 @@ class _BufferedLayer(DynamicLayer):
         self.value_buffer[:, :, begin:end] = value_states
         return self._view(end)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` [n], in that order."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows `beam_idx` [n], in that order."""
         if self.is_initialized:  # a layer that shares another's keys and values is not
-            self.key_buffer = self.key_buffer[indices]
-            self.value_buffer = self.value_buffer[indices]
+            self.key_buffer = self.key_buffer[beam_idx]
+            self.value_buffer = self.value_buffer[beam_idx]
             self._view(self.get_seq_length())
 
     def _view(self, tokens: int) -> tuple[Tensor, Tensor]:

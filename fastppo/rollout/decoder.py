@@ -217,7 +217,7 @@ class _LiveRows:
             images=images,
         )
         if is_shared:
-            self.cache.batch_select_indices(self.which)
+            self.cache.select(self.which)
             states = states[self.which]
         return states
 
@@ -241,7 +241,7 @@ class _LiveRows:
         self.live = self.live[left]
         if not len(left):
             return
-        self.cache.batch_select_indices(left)
+        self.cache.select(left)
         self.mask = self.mask[left]
         self.positions = self.positions[..., left, :]
         self.next = self.next[left]

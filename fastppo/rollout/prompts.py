@@ -38,3 +38,22 @@ def distinct(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def _key(prompt: Sequence[int]) -> tuple[Any, ...]:
     digest = (prompt.images.digest,) if isinstance(prompt, ImagePrompt) else ()
     return (*prompt, *digest)
+
+
+def batches_of(
+    prompt_ids: Sequence[Sequence[int]], size: int | None, *, equal_lengths: bool
+) -> list[list[int]]:
+    """Return the rows of each batch of at most `size` prompts; None sets no limit.
+
+    Args:
+        equal_lengths: whether the prompts of a batch must have one length.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_ids):
+        groups.setdefault(len(prompt) if equal_lengths else 0, []).append(row)
+    step = size or max(1, len(prompt_ids))
+    return [
+        rows[start : start + step]
+        for rows in groups.values()
+        for start in range(0, len(rows), step)
+    ]

@@ -36,7 +36,7 @@ def _train(directory: str, tmp_path: Path, **options: Any) -> PPOTrainer:
 @pytest.mark.parametrize(
     ("architecture", "more"),
     [
-        ("qwen3_5", {"rollout": "generate"}),
+        ("qwen3_5", {}),
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"lora_rank": 4, "precision": "bf16"}),
         ("qwen3_vl", {"value_model": "critic", "kl_coef": 0.1}),

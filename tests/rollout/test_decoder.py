@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import hybrids
 import pytest
 import tiny
 import torch
@@ -108,6 +109,20 @@ def test_logprobs_and_values_are_the_learners(architecture: str, options) -> Non
     restricted = _sampling(**options).is_restricted
     assert (gap > 1e-3).any() == restricted
     assert (gap >= -1e-6).all()
+
+
+@pytest.mark.parametrize("name", sorted({*hybrids.OPTIONS} - {"rwkv"}))
+def test_recurrent_states_leave_with_their_rows_and_never_see_padding(name: str) -> None:
+    """Prompts are ragged and some occur twice, and rows end at different steps."""
+    policy = ActorCritic(tiny.model_of(hybrids.config(name)))
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[2]]
+    rollout = _draw(policy, prompts=prompts)
+    assert len({*rollout.lengths}) > 2
+    wanted = policy.evaluate(Batch.of(prompts, rollout.tokens))
+    # Scans in chunks begin a chunk at another token when prompts are padded.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, **close)
+    torch.testing.assert_close(torch.cat(rollout.values), wanted.values, **close)
 
 
 def test_a_critic_gives_no_values() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
 from fastppo.models.device import busy_cpu
-from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.evaluation import random_state_restored
@@ -16,19 +16,12 @@ from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.ppo.parts import Parts
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout.agreement import rounding_tolerance
 from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
 """Tokens of each response, enough to reveal a wrong position or cache."""
-
-FULL_TOLERANCE = 1e-3
-"""Nats, with fp32 products: a rounding error of 2⁻²³ per step, summed over the layers."""
-LEAST_TOLERANCE = 0.1
-"""Nats, in bf16 with small logits: rounding errors of the layers below the head."""
-LOGIT_STEPS = 4 * 2**-8
-"""Share of the largest logit, in bf16. A logit is rounded to 2⁻⁹ of itself, and its hidden state
-several times before. Logits of 16 to 32 are an eighth apart."""
 
 
 def check_can_train(ppo: PPO) -> None:
@@ -122,17 +115,6 @@ def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
             "generate must fill Rollout.sampler_logprobs"
         )
     return sampled
-
-
-@torch.no_grad()
-def rounding_tolerance(model: LanguageModel, batch: Batch) -> float:
-    """Return how far two computations of a batch's logprobs may differ, nats at temperature 1."""
-    if model.is_full_precision:
-        return FULL_TOLERANCE
-    with model.autocast():
-        logits = model.head.logits(model.hidden(batch.layout())).abs()
-    largest = logits[logits.isfinite()].amax().item() if logits.numel() else 0.0
-    return max(LEAST_TOLERANCE, LOGIT_STEPS * largest)
 
 
 def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
