@@ -146,6 +146,19 @@ def test_flags_may_have_dashes_and_no_value() -> None:
     assert not config.resume
 
 
+def test_a_flag_may_unset_an_option_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: m\nprompts: p\nrewards: [r]\nlam: 0.5\nobjective: cispo\nwarn_if: [kl > 5]\n"
+        "value_model: critic\n"
+    )
+    names = ("lam", "objective", "warn_if", "value_model")
+    flags = [text for name in names for text in (f"--{name}", "default")]
+    unset = parse("train", ["--config", str(file), *flags])
+    assert unset == parse("train", ["--model", "m", "--prompts", "p", "--rewards", "r"])
+    assert parse("train", ["--config", str(file)]).lam == 0.5
+
+
 def test_a_report_is_written_to_the_run_or_to_a_file(tmp_path: Path, capsys) -> None:
     run, mine = tmp_path / "run", tmp_path / "pages" / "mine.html"
     for directory in (run, mine.parent):
@@ -363,6 +376,26 @@ def test_export_writes_the_best_and_the_last_policy(tmp_path: Path, capsys) -> N
     ):
         assert cli.main(folder.flags(model=path, output_dir=tmp_path / "next")) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_exported_from_another_folder(
+    folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """The run names its model by a path relative to where it was trained."""
+    monkeypatch.chdir(tmp_path)
+    flags = folder.flags(model="sft", output_dir="runs/ppo", iterations=1)
+    assert cli.main(flags) == 0
+    checkpoint = tmp_path / "runs" / "ppo" / "checkpoint-000001"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["export", str(checkpoint), "policy"]) == 0
+    assert (tmp_path / "elsewhere" / "policy" / "config.json").exists()
+    (tmp_path / "sft").rename(tmp_path / "moved")
+    capsys.readouterr()
+    assert cli.main(["export", str(checkpoint), "again"]) == 2
+    said = capsys.readouterr().err
+    assert "`model`" in said
+    assert str(checkpoint) in said
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])

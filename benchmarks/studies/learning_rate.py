@@ -1,33 +1,42 @@
-"""Does `learning_rate: auto` need tuning? Compare it with fixed rates on nine tasks.
+"""Does `learning_rate: auto` need tuning? Compare it with five fixed rates.
 
     python -m benchmarks.studies.learning_rate runs/learning-rate
-    python -m benchmarks.studies.learning_rate runs/learning-rate --tasks demo guess --seeds 1
+    python -m benchmarks.studies.learning_rate runs/learning-rate --settings auto --label new-rule
+    python -m benchmarks.studies.learning_rate runs/learning-rate --tasks needle dense --seeds 1
 
-Tasks run at batch size 64, and most of them also at 256; `demo` also runs with LoRA. `auto` starts
-from a tenth and from ten times its first rate; the fixed rates are 1e-6 to 1e-3. All other options
-are the defaults, apart from the task's models, prompts, rewards, lengths and KL coefficient. The
-settings of a task, batch size and seed start from the same weights and make the same number of
-iterations on one thread, so they take about the same CPU time.
+The tasks come in two halves: constants of `auto` may be chosen on TUNED, and HELD_OUT is looked at
+once, at the end (`--half held-out`). All settings of a task and seed start from the same weights
+and make 60 iterations on one thread. The learning rate has no schedule, so the first 15 iterations
+are the short run.
 
-The result of a run is the mean reward of its last five batches; the responses of a batch were
-generated before the policy was trained on its prompts' rewards. A run has collapsed if this is
-below the reward of its first batch. `demo` reports the gold reward, which is not trained on. The
-constants of `auto` were tuned on `demo` and `key-and-door`, `step_kl` on all tasks of TASKS down to
-`smollm2-sentiment`, and the decrease of its target on other seeds of `calculator`.
+The result of a run is the mean of the judged reward over the last fifth of its iterations; the
+responses of a batch are generated before the policy is trained on it. Results are compared at equal
+numbers of iterations, and at equal CPU time: the runs of a task and seed are then cut to the time
+of the shortest. The share of a task is the mean of `auto` over the seeds, divided by the highest
+mean of a fixed rate; the start is subtracted from both where rewards may be negative. A run ends
+below its start if its result is lower than the reward of its first batch by more than two standard
+errors of that batch's mean.
+
+Runs are kept as JSON, DIRECTORY/TASK/SETTING-SEED.json, so an interrupted study continues where it
+stopped. With `--label NAME`, `auto` is called auto-NAME, and its runs are kept beside those of
+other versions of the rule. `--fixed` reads the runs at fixed rates and the models of another
+directory, `--report` trains nothing, and `--jobs 2` uses two cores.
 
     python -m benchmarks.studies.learning_rate runs/learning-rate --defaults
 
-`--defaults` varies one default of the update at a time instead, with `auto`, on the two tasks on
-which its constants were chosen, at equal CPU time.
-
-Runs are kept as JSON, so an interrupted study continues where it stopped. `--jobs 2` uses two
-cores.
+`--defaults` varies one default of the update at a time instead, with `auto`, on `demo` and
+`key-and-door`, at equal CPU time.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
+import math
 import multiprocessing
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,29 +51,36 @@ from benchmarks.studies.common import (
     Records,
     cell,
     column,
-    demo_stages,
     figure_of,
     kept,
     parser_of,
     print_table,
 )
-from benchmarks.studies.key_and_door import key_and_door
-from benchmarks.studies.letters import letters
+from benchmarks.studies.rate_tasks import TUNED, Task
 from benchmarks.training import iterate
-from fastppo.demo.run import ppo_config
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.rate_control import FIRST_RATE
-from fastppo.ppo.step_control import AutoStepControl
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.recipes.catalogue import find
-from fastppo.recipes.run import prepare, write_files
-from fastppo.run.options import read_yaml
 
-FIXED = ("1e-06", "1e-05", "0.0001", "0.001")
-AUTO = {"auto from 1e-6": FIRST_RATE / 10, "auto from 1e-4": 10 * FIRST_RATE}
-"""Initial learning rates of `auto`, by setting."""
+AUTO = "auto"
+FIXED = ("1e-5", "1e-4", "3e-4", "1e-3", "3e-3")
 
-SETTINGS = (*AUTO, *FIXED)
+HALVES: dict[str, dict[str, Task]] = {"tuned": TUNED}
+TASKS = {name: task for half in HALVES.values() for name, task in half.items()}
+
+BATCH = 64
+"""Responses of a batch, unless the task says otherwise."""
+
+MICROBATCH = 256
+"""Sequences per pass: every minibatch in one, which is faster and changes only the rounding."""
+
+LENGTHS = {"short": 15, "long": 60}
+"""Iterations of the two lengths of a run; the first is the beginning of the second."""
+
+KEPT = ("kl", "approx_kl", "update_kl", "target_kl", "learning_rate", "undone", "entropy")
+"""Metrics of an iteration to save, besides the judged reward and the CPU time."""
+
+PLOTTED = ("judged", "deviation", "seconds", "learning_rate", "update_kl", "undone")
+"""Metrics to keep in the repository; for fixed rates the first three."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "the defaults": {},
@@ -85,318 +101,367 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Variants of `--defaults`. `turn_gae` is for episodes of several turns."""
 
-TUNED_ON = ("demo", "key-and-door")
+VARIED_ON = ("demo", "key-and-door")
 SECONDS = 20.0
 """CPU seconds of a run of `--defaults`."""
-
-LAST = 5
-"""Number of last batches whose mean reward is the result of a run."""
-
-KEPT = ("processor_seconds", "reward", "kl", "approx_kl", "update_kl", "learning_rate", "undone")
-"""Metrics of an iteration to save."""
-
-TASK_OPTIONS = (
-    "model",
-    "prompts",
-    "rewards",
-    "environment",
-    "max_turns",
-    "max_new_tokens",
-    "stop_strings",
-    "stop_token_ids",
-    "kl_coef",
-    "microbatch_size",
-)
-"""Options that a task sets; all others are the defaults."""
 
 RESULTS = Path(__file__).parents[1] / "results" / "studies" / "learning-rate.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Task of the study."""
-
-    config: Callable[[Path, int, dict[str, Any]], PPOConfig]
-    """Function of the study's directory, the seed and further options."""
-    iterations: dict[int, int]
-    """Number of iterations by batch size."""
-    reward: str = "reward"
-    """Metric to report."""
-    first_seed: int = 0
-
-
-def of_recipe(name: str, **changes: Any) -> Callable[[Path, int, dict[str, Any]], PPOConfig]:
-    """Return a function that makes the config of a recipe's task."""
-
-    def config(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
-        recipe = find(name)
-        model_seed = seed if recipe.seeded else 0
-        folder = directory / "models" / f"{name}-{model_seed}"
-        written = read_yaml(write_files(recipe, folder), PPOConfig)
-        prepare(recipe, folder, model_seed, CONSOLE)
-        task = {key: written[key] for key in TASK_OPTIONS if key in written}
-        return PPOConfig(**task | changes | options)
-
-    return config
-
-
-def demo(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
-    stages = demo_stages(directory / "models" / "demo", seed)
-    written = ppo_config(stages, stages / "unused")
-    task = {key: getattr(written, key) for key in (*TASK_OPTIONS, "monitor_rewards")}
-    return PPOConfig(**task | options)
-
-
-def demo_lora(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
-    return demo(directory, seed, {"lora_rank": 8, **options})
-
-
-def of_letters(name: str) -> Callable[[Path, int, dict[str, Any]], PPOConfig]:
-    """Return a function that makes the config of a task of `letters`."""
-    return lambda directory, _seed, options: letters(name, directory, options)
-
-
-def rooms(directory: Path, seed: int, options: dict[str, Any]) -> PPOConfig:
-    written = key_and_door(directory / "models" / "rooms", seed, Path("unused"))
-    task = {key: getattr(written, key) for key in TASK_OPTIONS}
-    return PPOConfig(**task | options)
-
-
-TASKS = {
-    "demo": Task(config=demo, iterations={64: 40, 256: 25}, reward="monitor/gold_reward"),
-    "demo-lora": Task(config=demo_lora, iterations={64: 40, 256: 25}, reward="monitor/gold_reward"),
-    "key-and-door": Task(config=rooms, iterations={64: 80, 256: 30}),
-    "arithmetic": Task(config=of_recipe("arithmetic"), iterations={64: 80, 256: 40}),
-    "guess": Task(config=of_recipe("guess"), iterations={64: 50, 256: 25}),
-    "smollm2-sentiment": Task(
-        config=of_recipe(
-            "smollm2-sentiment", precision="bf16", param_dtype="bfloat16", ppo_epochs=1
-        ),
-        iterations={64: 16},
-    ),
-    "reverse": Task(config=of_letters("reverse"), iterations={64: 60, 256: 30}, first_seed=10),
-    "sort": Task(config=of_letters("sort"), iterations={64: 60, 256: 30}, first_seed=10),
-    "next-letter": Task(config=of_letters("next-letter"), iterations={64: 60}, first_seed=20),
-    "calculator": Task(config=of_recipe("calculator"), iterations={64: 30}, first_seed=20),
-}
+# -------------------------------------------------------------------------------------------- runs
 
 
 class Run(NamedTuple):
     """One run of the study."""
 
     task: str
-    batch: int
-    seed: int
     setting: str
+    seed: int
 
-    def folder(self, directory: Path) -> Path:
-        return directory / self.task / f"batch-{self.batch}" / f"seed-{self.seed}" / self.setting
+    def path(self, directory: Path) -> Path:
+        return directory / self.task / f"{self.setting}-{self.seed}.json".replace(": ", "-")
 
-    def records(self, directory: Path) -> Records:
-        """Return the run's metrics per iteration; train first if necessary."""
-        return kept(self.folder(directory) / "records.json", lambda: self._train(directory))
-
-    def _train(self, directory: Path) -> Records:
-        torch.set_num_threads(1)
-        task = TASKS[self.task]
-        changes = DEFAULTS.get(self.setting)
-        iterations = task.iterations[self.batch] if changes is None else 100_000
-        options: dict[str, Any] = {
-            "rollout_batch_size": self.batch,
-            "iterations": iterations,
-            "output_dir": str(self.folder(directory)),
-            "warn_if": [],
-            "device": "cpu",
-            "seed": self.seed,
-        }
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the setting."""
         if self.setting in FIXED:
-            options["learning_rate"] = float(self.setting)
-        options |= changes or {}
-        trainer = PPOTrainer(task.config(directory, self.seed, options), console=CONSOLE)
-        if isinstance(trainer.step_control, AutoStepControl):
-            adaptive = trainer.step_control.adaptive
-            adaptive.rate = AUTO.get(self.setting, adaptive.rate)
-        records: Records = []
+            return {"learning_rate": float(self.setting)}
+        return DEFAULTS.get(self.setting, {})
+
+
+def make_trainer(run: Run, models: Path, output: str) -> tuple[PPOTrainer, Callable[..., Any]]:
+    """Return the trainer of a run, and a function of the metrics of an iteration.
+
+    It returns the mean and the standard deviation of the judged reward.
+    """
+    setup = TASKS[run.task].setup(models, run.seed)
+    common: dict[str, Any] = {
+        "rollout_batch_size": BATCH,
+        "microbatch_size": MICROBATCH,
+        "iterations": LENGTHS["long"],
+        "output_dir": output,
+        "warn_if": [],
+        "device": "cpu",
+        "seed": run.seed,
+    }
+    judge = setup.judge
+    config = PPOConfig(**common | setup.options | run.options)
+    trainer = PPOTrainer(
+        config,
+        console=CONSOLE,
+        monitor_rewards=None if judge is None else [judge],
+        **setup.parts,
+    )
+
+    def judged(metrics: dict[str, float]) -> tuple[float, float]:
+        if judge is None:
+            return metrics[setup.metric], metrics["reward_std"]
+        return judge.mean, judge.deviation
+
+    return trainer, judged
+
+
+@functools.cache
+def warm_up() -> None:
+    """Train for one iteration, so that kernels are compiled before the clock starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, _ = make_trainer(Run("bandit", FIXED[0], 0), Path(folder), folder)
+        iterate(trainer)
+
+
+def trained(run: Run, models: Path) -> Records:
+    """Train on one thread and return the records of the iterations."""
+    torch.set_num_threads(1)
+    warm_up()
+    is_timed = run.setting in DEFAULTS
+    records: Records = []
+    with tempfile.TemporaryDirectory() as output:
+        trainer, judged = make_trainer(run, models, output)
         start = time.process_time()
-        while len(records) < iterations and (changes is None or _spent(records) < SECONDS):
+        while (
+            (records[-1]["seconds"] if records else 0.0) < SECONDS
+            if is_timed
+            else (len(records) < LENGTHS["long"])
+        ):
             metrics = iterate(trainer)
-            metrics["processor_seconds"] = time.process_time() - start
-            names = [name for name in (*KEPT, task.reward) if name in metrics]
-            records.append({name: float(f"{metrics[name]:.5g}") for name in names})
-        CONSOLE.print(f"{self}: {self.result(records):.3f}", soft_wrap=True)
-        return records
-
-    def result(self, records: Records) -> float:
-        """Return the mean reward of the last batches."""
-        return float(np.mean([record[TASKS[self.task].reward] for record in records[-LAST:]]))
-
-    def has_collapsed(self, records: Records) -> bool:
-        return self.result(records) < records[0][TASKS[self.task].reward]
+            seconds = time.process_time() - start
+            mean, deviation = judged(metrics)
+            values = {"judged": mean, "deviation": deviation, "seconds": seconds}
+            values |= {name: metrics[name] for name in KEPT if name in metrics}
+            values["size"] = trainer.config.rollout_batch_size
+            records.append({name: float(f"{value:.5g}") for name, value in values.items()})
+    CONSOLE.print(f"{run}: {result(records):.3f}, {seconds:.1f} s", soft_wrap=True)
+    return records
 
 
-def _spent(records: Records) -> float:
-    return records[-1]["processor_seconds"] if records else 0.0
+def make_records(run: Run, directory: Path, models: Path) -> None:
+    """Train, unless the records of the run exist."""
+    kept(run.path(directory), lambda: trained(run, models))
 
 
-def train(run: Run, directory: Path) -> None:
-    run.records(directory)
+class Store(NamedTuple):
+    """Where runs are kept."""
+
+    directory: Path
+    fixed: Path
+    """Folder of the runs at fixed rates and of the models."""
+
+    def of(self, run: Run) -> Path:
+        """Return the folder of a run."""
+        return self.fixed if run.setting in FIXED else self.directory
+
+    def train(self, runs: Sequence[Run], jobs: int) -> None:
+        """Make the missing runs in `jobs` processes."""
+        missing = [run for run in runs if not run.path(self.of(run)).exists()]
+        models = self.fixed / "models"
+        todo = [(run, self.of(run), models) for run in missing]
+        if jobs == 1:
+            for each in todo:
+                make_records(*each)
+        else:
+            for task, seed in dict.fromkeys((run.task, run.seed) for run in missing):
+                TASKS[task].setup(models, seed)  # prepares data and model once
+            with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+                pool.starmap(make_records, todo, chunksize=1)
+
+    def read(self, runs: Sequence[Run]) -> dict[Run, Records]:
+        """Return the records of the runs that exist."""
+        paths = {run: run.path(self.of(run)) for run in runs}
+        return {
+            run: json.loads(path.read_text("utf-8")) for run, path in paths.items() if path.exists()
+        }
 
 
-def collected(directory: Path, runs: Sequence[Run], jobs: int) -> dict[Run, Records]:
-    """Return the records of the runs; train those that are missing, in `jobs` processes."""
-    for task, seed in dict.fromkeys((run.task, run.seed) for run in runs):
-        TASKS[task].config(directory, seed, {})  # prepares data and model
-    missing = [run for run in runs if not (run.folder(directory) / "records.json").exists()]
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        pool.starmap(train, [(run, directory) for run in missing], chunksize=1)
-    return {run: run.records(directory) for run in runs}
+# ----------------------------------------------------------------------------------------- results
 
 
-def grid(tasks: Sequence[str], batches: Sequence[int], seeds: int) -> list[Run]:
-    """Return the runs of the comparison with fixed rates."""
+def result(records: Records) -> float:
+    """Return the mean of the judged reward over the last fifth of the iterations."""
+    last = records[-max(1, len(records) // 5) :]
+    return statistics.fmean(record["judged"] for record in last)
+
+
+def ends_below_start(records: Records) -> bool:
+    """Whether the result is below the first batch's reward by more than two standard errors."""
+    first = records[0]
+    error = first["deviation"] / first["size"] ** 0.5
+    return result(records) < first["judged"] - 2 * error
+
+
+def at_equal_time(records: dict[Run, Records]) -> dict[Run, Records]:
+    """Cut the runs of each task and seed to the CPU time of the shortest."""
+    seconds: dict[tuple[str, int], float] = {}
+    for run, rows in records.items():
+        group = (run.task, run.seed)
+        seconds[group] = min(rows[-1]["seconds"], seconds.get(group, rows[-1]["seconds"]))
+    return {
+        run: [row for row in rows if row["seconds"] <= seconds[run.task, run.seed]] or rows[:1]
+        for run, rows in records.items()
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`auto` and the fixed rates on one task."""
+
+    task: str
+    results: dict[str, list[float]]
+    """Results of each setting, by seed."""
+    below: dict[str, int]
+    """Number of runs of each setting that end below their start."""
+    start: float
+    """Mean reward of the first batches."""
+
+    def mean(self, setting: str) -> float:
+        return statistics.fmean(self.results[setting])
+
+    @property
+    def best(self) -> str:
+        """The fixed rate with the highest mean."""
+        return max((name for name in FIXED if name in self.results), key=self.mean)
+
+    def share(self, auto: str) -> float:
+        """Return the share of the best fixed rate that `auto` reaches, NaN if that is no gain."""
+        origin = self.start if TASKS[self.task].is_signed else 0.0
+        gain = self.mean(self.best) - origin
+        return (self.mean(auto) - origin) / gain if gain > 0 else math.nan
+
+
+def compare(records: dict[Run, Records]) -> list[Comparison]:
+    """Return the comparison of each task."""
+    comparisons = []
+    for task in dict.fromkeys(run.task for run in records):
+        of_task = {run: rows for run, rows in records.items() if run.task == task}
+        results: dict[str, list[float]] = {}
+        below: dict[str, int] = {}
+        for run, rows in of_task.items():
+            results.setdefault(run.setting, []).append(result(rows))
+            below[run.setting] = below.get(run.setting, 0) + ends_below_start(rows)
+        start = statistics.fmean(rows[0]["judged"] for rows in of_task.values())
+        comparisons.append(Comparison(task, results, below, start))
+    return comparisons
+
+
+def print_comparison(records: dict[Run, Records], auto: str) -> None:
+    """Print a table of results and shares for each length, and the summary of the shares."""
+    summary: dict[str, list[str]] = {}
+    for length, iterations in LENGTHS.items():
+        short = {run: rows[:iterations] for run, rows in records.items()}
+        of_time = {each.task: each for each in compare(at_equal_time(short))}
+        rows = {}
+        shares: dict[str, list[float]] = {"iterations": [], "CPU time": []}
+        below = {"iterations": 0, "CPU time": 0}
+        for each in compare(short):
+            if auto not in each.results or len(each.results) == 1:
+                continue
+            timed = of_time[each.task]
+            for name, comparison in (("iterations", each), ("CPU time", timed)):
+                shares[name] += [x for x in [comparison.share(auto)] if not math.isnan(x)]
+                below[name] += comparison.below[auto]
+            cells = [
+                _cell(each, setting) if setting in each.results else "not run"
+                for setting in (auto, *FIXED)
+            ]
+            share = [f"{100 * x.share(auto):.0f} %" for x in (each, timed)]
+            rows[each.task] = [f"{each.start:.3f}", *cells, *share]
+        head = [f"{length}: {iterations} iterations", "start", auto, *FIXED]
+        print_table([*head, "share, equal iterations", "share, equal CPU time"], rows)
+        print()
+        for name, values in shares.items():
+            summary[f"{length}, equal {name}"] = [
+                f"{100 * min(values):.0f} %",
+                f"{100 * statistics.median(values):.0f} %",
+                f"{sum(value >= 0.85 for value in values)} of {len(values)}",
+                str(below[name]),
+            ]
+    head = ["", "lowest share", "median share", "tasks at 85 % or more", "runs below their start"]
+    print_table(head, summary)
+
+
+def _cell(comparison: Comparison, setting: str) -> str:
+    lost = comparison.below[setting]
+    return cell(comparison.results[setting]) + (f", {lost} below" if lost else "")
+
+
+def print_variants(records: dict[Run, Records]) -> None:
+    """Print the results of `--defaults`."""
+    rows: dict[str, list[str]] = {}
+    for setting in DEFAULTS:
+        rows[setting] = []
+        for task in VARIED_ON:
+            results = [
+                result(rows_of)
+                for run, rows_of in records.items()
+                if (run.task, run.setting) == (task, setting)
+            ]
+            rows[setting].append(cell(results) if results else "")
+    print_table(["", *VARIED_ON], rows)
+
+
+def draw(records: dict[Run, Records], path: Path) -> None:
+    """Draw the mean judged reward of each setting over the iterations, one panel per task."""
+    tasks = list(dict.fromkeys(run.task for run in records))
+    figure = figure_of([(task, "iteration", "reward") for task in tasks])
+    for axis, task in zip(figure.axes, tasks, strict=True):
+        for setting in dict.fromkeys(run.setting for run in records):
+            curves = [
+                column(rows, "judged", 5)
+                for run, rows in records.items()
+                if (run.task, run.setting) == (task, setting)
+            ]
+            style: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.8}
+            if setting not in FIXED:
+                style = {"linewidth": 2.4, "color": "black"}
+            if curves:
+                axis.plot(np.mean(curves, axis=0), label=setting, **style)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def keep(records: dict[Run, Records], auto: str, path: Path) -> None:
+    """Write the curves of the runs to a file, in place of those of the same tasks."""
+    kept_tasks = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    tasks: dict[str, Any] = {}
+    for run, rows in records.items():
+        names = PLOTTED if run.setting == auto else PLOTTED[:3]
+        curves = {name: [row.get(name) for row in rows] for name in names}
+        setting = AUTO if run.setting == auto else run.setting
+        seeds = tasks.setdefault(run.task, {}).setdefault(setting, {})
+        seeds[str(run.seed)] = curves | {"size": rows[0]["size"]}
+    path.write_text(json.dumps(kept_tasks | tasks), encoding="utf-8")
+
+
+def read(path: Path, half: str) -> dict[Run, Records]:
+    """Return the records of a half of the tasks that `keep` wrote."""
+    records = {}
+    kept_tasks = json.loads(path.read_text("utf-8"))
+    for task in HALVES[half]:
+        for setting, seeds in kept_tasks.get(task, {}).items():
+            for seed, curves in seeds.items():
+                size = curves.pop("size")
+                rows = zip(*curves.values(), strict=True)
+                records[Run(task, setting, int(seed))] = [
+                    dict(zip(curves, row, strict=True)) | {"size": size} for row in rows
+                ]
+    return records
+
+
+# --------------------------------------------------------------------------------------- the study
+
+
+def grid(tasks: Sequence[str], settings: Sequence[str], seeds: int) -> list[Run]:
+    """Return the runs of the comparison, seed by seed."""
     return [
-        Run(task, batch, TASKS[task].first_seed + i, setting)
-        for i in range(seeds)
-        for task in tasks
-        for batch in TASKS[task].iterations
-        if batch in batches
-        for setting in SETTINGS
+        Run(task, setting, seed) for seed in range(seeds) for task in tasks for setting in settings
     ]
 
 
 def variants(seeds: int) -> list[Run]:
     """Return the runs of `--defaults`."""
     return [
-        Run(task, 64, seed, setting)
+        Run(task, setting, seed)
         for seed in range(seeds)
         for setting in DEFAULTS
-        for task in TUNED_ON
+        for task in VARIED_ON
         if task == "key-and-door" or "turn_gae" not in setting
     ]
 
 
-def by_case(records: dict[Run, Records]) -> dict[str, dict[str, list[Run]]]:
-    """Return the runs by "task, batch" and setting."""
-    cases: dict[str, dict[str, list[Run]]] = {}
-    for run in records:
-        case = cases.setdefault(f"{run.task}, {run.batch}", {})
-        case.setdefault(run.setting, []).append(run)
-    return cases
-
-
-def at_equal_time(records: dict[Run, Records]) -> dict[Run, Records]:
-    """Cut the runs of each task, batch size and seed to the CPU time of the shortest."""
-    seconds: dict[tuple[str, int, int], float] = {}
-    for run, rows in records.items():
-        total = rows[-1]["processor_seconds"]
-        seconds[run[:3]] = min(total, seconds.get(run[:3], total))
-    return {
-        run: [row for row in rows if row["processor_seconds"] <= seconds[run[:3]]]
-        for run, rows in records.items()
-    }
-
-
-def shares_of_best(settings: dict[str, list[Run]], records: dict[Run, Records]) -> list[str]:
-    """Return the best fixed rate, and the means of `auto` as shares of the best rate's mean."""
-    means = {
-        name: float(np.mean([run.result(records[run]) for run in runs]))
-        for name, runs in settings.items()
-    }
-    best = max(FIXED, key=means.__getitem__)
-    return [best, *(f"{means[name] / means[best]:.3f}" for name in AUTO)]
-
-
-def print_grid(records: dict[Run, Records]) -> None:
-    """Print the results of each setting, and those of `auto` as shares of the best fixed rate's."""
-    rows = {}
-    shares = {}
-    cut = at_equal_time(records)
-    for case, settings in by_case(records).items():
-        results = {
-            name: [run.result(records[run]) for run in runs] for name, runs in settings.items()
-        }
-        rows[case] = [cell(results[name]) for name in SETTINGS]
-        for place, name in enumerate(SETTINGS):
-            lost = sum(run.has_collapsed(records[run]) for run in settings[name])
-            if lost:
-                rows[case][place] += f", {lost} below the start"
-        shares[case] = [*shares_of_best(settings, records), *shares_of_best(settings, cut)[1:]]
-    print_table(["task, batch", *SETTINGS], rows)
-    print()
-    at_equal_cpu_time = [f"{name}, CPU time" for name in AUTO]
-    print_table(["task, batch", "best fixed rate", *AUTO, *at_equal_cpu_time], shares)
-
-
-def print_variants(records: dict[Run, Records]) -> None:
-    """Print the results of `--defaults`."""
-    rows: dict[str, list[str]] = {setting: [] for setting in DEFAULTS}
-    cases = by_case(records)
-    for setting, cells in rows.items():
-        for settings in cases.values():
-            results = [run.result(records[run]) for run in settings.get(setting, [])]
-            cells.append(cell(results) if results else "")
-    print_table(["", *cases], rows)
-
-
-def draw(records: dict[Run, Records], path: Path) -> None:
-    """Draw the mean reward of each setting over the iterations, one panel per case."""
-    cases = by_case(records)
-    figure = figure_of([(case, "iteration", "reward") for case in cases])
-    for axis, settings in zip(figure.axes, cases.values(), strict=True):
-        for setting, runs in settings.items():
-            curves = [column(records[run], TASKS[run.task].reward, LAST) for run in runs]
-            style = {"linewidth": 2.2} if setting in AUTO else {"linewidth": 1.2, "alpha": 0.8}
-            axis.plot(np.mean(curves, axis=0), label=setting, **style)
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def keep(records: dict[Run, Records], path: Path) -> None:
-    """Write the trained and the reported rewards and the CPU seconds; for `auto` also the rates."""
-    curves: dict[str, Any] = {}
-    for run, kept_records in records.items():
-        names = list(dict.fromkeys([TASKS[run.task].reward, "reward", "processor_seconds"]))
-        names += ["learning_rate"] if run.setting in AUTO else []
-        case = curves.setdefault(f"{run.task}, {run.batch}", {}).setdefault(run.setting, {})
-        case[str(run.seed)] = {name: [record[name] for record in kept_records] for name in names}
-    path.write_text(json.dumps(curves), encoding="utf-8")
-
-
-def read(path: Path) -> dict[Run, Records]:
-    """Return the records that `keep` wrote."""
-    records = {}
-    for case, settings in json.loads(path.read_text("utf-8")).items():
-        task, batch = case.split(", ")
-        for setting, seeds in settings.items():
-            for seed, curves in seeds.items():
-                rows = zip(*curves.values(), strict=True)
-                run = Run(task, int(batch), int(seed), setting)
-                records[run] = [dict(zip(curves, row, strict=True)) for row in rows]
-    return records
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__ or "", seeds=3, jobs=1)
+    parser.add_argument("--half", choices=HALVES, default="tuned", help="the half of the tasks")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="only these tasks")
+    parser.add_argument(
+        "--settings", nargs="+", choices=(AUTO, *FIXED), default=[AUTO, *FIXED], help="what to run"
+    )
+    parser.add_argument("--label", default="", help="the name of this version of auto")
+    parser.add_argument("--fixed", type=Path, help="folder of the fixed rates' runs and the models")
+    parser.add_argument("--report", action="store_true", help="print what exists, train nothing")
+    parser.add_argument("--keep", action="store_true", help=f"also write {RESULTS.name}")
+    parser.add_argument("--defaults", action="store_true", help="vary the defaults of the update")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, seeds=3, jobs=1)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--defaults", action="store_true", help="vary the defaults of the update")
-    parser.add_argument("--keep", action="store_true", help=f"also write {RESULTS.name}")
-    options = parser.parse_args(arguments)
-    if options.defaults:
-        print_variants(
-            collected(
-                options.directory, variants(1 if options.quick else options.seeds), options.jobs
-            )
-        )
-        return
+    options = parse(arguments)
+    store = Store(options.directory, options.fixed or options.directory)
     seeds = 1 if options.quick else options.seeds
-    tasks = ["key-and-door"] if options.quick else options.tasks
-    batches = [64] if options.quick else options.batches
-    records = collected(options.directory, grid(tasks, batches, seeds), options.jobs)
-    print_grid(records)
+    if options.defaults:
+        runs = variants(seeds)
+        store.train(runs, options.jobs)
+        print_variants(store.read(runs))
+        return
+    tasks = ["bandit"] if options.quick else options.tasks or list(HALVES[options.half])
+    auto = f"{AUTO}-{options.label}" if options.label else AUTO
+    settings = [auto if setting == AUTO else setting for setting in options.settings]
+    if not options.report:
+        store.train(grid(tasks, settings, seeds), options.jobs)
+    records = store.read(grid(tasks, [auto, *FIXED], seeds))
+    print_comparison(records, auto)
+    options.directory.mkdir(parents=True, exist_ok=True)
     draw(records, options.directory / "learning-rate.png")
     if options.keep:
-        keep(records, RESULTS)
+        keep(records, auto, RESULTS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.activity import begin_stage
 from fastppo.data.chat import (
     decode_completions,
     encodable,
@@ -178,11 +179,18 @@ class Turns:
                 answer, or one that the chat template does not accept. Its episode is written to
                 `failure_file` first.
         """
+        with engine.conversations():
+            return self._run(prompts, engine, sampling)
+
+    def _run(
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+    ) -> tuple[Prompts, Rollout]:
         episodes = self._open(prompts, sampling.max_new_tokens)
         for turn in range(1, self.max_turns + 1):
             live = [row for row, episode in enumerate(episodes) if episode.finish_reason is None]
             if not live:
                 break
+            begin_stage(f"turn {turn}")
             conversations = [episodes[row].conversation for row in live]
             sampled = engine.generate(conversations, sampling).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)

@@ -23,7 +23,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.models.multimodal import PROCESSOR_FILES
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import is_sharded, unsharded
-from fastppo.models.trunk import hidden_states
+from fastppo.models.trunk import hidden_states, trunk_of
 
 OUTPUTS = "mm_encoder_outputs"
 """Keyword of transformers' trunks for the output of a tower, from 5.18 on."""
@@ -111,7 +111,7 @@ class ImageEncoder(NoImages):
     def __init__(self, policy: LanguageModel, processor: Any) -> None:
         self.policy = policy
         self.processor = processor
-        self.trunk: Any = policy.causal_lm.base_model
+        self.trunk: Any = trunk_of(policy.causal_lm)
         forward: Any = self.trunk.forward
         if OUTPUTS not in inspect.signature(forward).parameters:
             raise ValueError(

@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fastppo.models.trunk import trunk_of
+
 Module = TypeVar("Module", bound=nn.Module)
 
 PROCESSOR_FILES = (
@@ -54,7 +56,7 @@ def is_multimodal(config: Any) -> bool:
 
 def language_trunk(model: PreTrainedModel) -> Any:
     """Return the trunk of a causal LM without a vision tower and a projector."""
-    return model.get_decoder() if is_multimodal(model.config) else model.base_model
+    return model.get_decoder() if is_multimodal(model.config) else trunk_of(model)
 
 
 def language_modules(model: PreTrainedModel) -> list[nn.Module]:

@@ -110,8 +110,9 @@ class ReferencePolicy:
             states = [self.policy.hidden(self.policy.layout(batch)) for batch in batches]
             with self.loaded() as model:
                 for batch, hidden in zip(batches, states, strict=True):
-                    tokens = batch.response_tokens
-                    ref = RefStates(model.hidden(model.layout(batch)), model.head)
+                    layout = model.layout(batch)
+                    tokens = layout.response_tokens
+                    ref = RefStates(model.hidden(layout), model.head)
                     logprobs.append(ref.head.token_stats(ref.hidden, tokens, **options).logprobs)
                     stats = self.policy.head.token_stats(hidden, tokens, ref=ref, **options)
                     assert stats.kl is not None

@@ -39,6 +39,25 @@ TAKES_MARK = "_fastppo_takes_mark"
 """Attribute of a trunk that stores the result of `prepare`."""
 
 
+def trunk_of(causal_lm: Any) -> Any:
+    """Return the trunk of a causal LM.
+
+    Raises:
+        ValueError: the model has no trunk.
+    """
+    trunk = causal_lm.base_model
+    if trunk is not causal_lm:
+        return trunk
+    # Llama 4's `base_model_prefix` names no attribute.
+    inner = [module for module in causal_lm.children() if isinstance(module, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ValueError(
+            f"{type(causal_lm).__name__} cannot be trained: expected a trunk, in its base_model or "
+            f"as its only PreTrainedModel, found {len(inner)}"
+        )
+    return inner[0]
+
+
 def hidden_states(
     trunk: Any,
     input_ids: Tensor,
@@ -49,7 +68,7 @@ def hidden_states(
     """Return the final hidden states [B, S, H], after the trunk's last norm.
 
     Args:
-        trunk: `model.base_model` of a transformers model.
+        trunk: `trunk_of` a transformers model.
         input_ids, attention_mask: [B, S] int64. No mask is needed for padding on the right.
         packing: bounds of the sequences packed into input_ids [1, S].
         images: what the vision tower returned for the sequences.
@@ -61,6 +80,9 @@ def hidden_states(
         more |= images.arguments
     if attention_mask is None and _is_markable(trunk, input_ids, packing):
         attention_mask = mark(input_ids.device)
+    elif attention_mask is None and packing is None and _is_eager(trunk):
+        # Without a mask, transformers would read from the device whether rows are packed.
+        attention_mask = torch.ones_like(input_ids)
     output = trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **more)
     return output.last_hidden_state
 
@@ -128,9 +150,24 @@ def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool
     return seen is None or input_ids.shape[1] <= seen
 
 
+def _is_eager(trunk: Any) -> bool:
+    """Return whether attention is computed in plain PyTorch, which needs every mask."""
+    return trunk.config.get_text_config()._attn_implementation == "eager"
+
+
 def takes_mark(trunk: Any) -> bool:
     """Return the result of `prepare`; False before it."""
     return getattr(trunk, TAKES_MARK, False)
+
+
+def takes_padding_mask(trunk: Any) -> bool:
+    """Return whether the trunk hands a mask [B, 1, S, columns] bool to its attention as it is.
+
+    transformers makes such a mask of one of shape [B, columns] in every forward pass, and waits for
+    the device to know whether there is padding at all.
+    """
+    config = trunk.config.get_text_config()
+    return takes_mark(trunk) and config._attn_implementation == "sdpa" and window(trunk) is None
 
 
 @torch.no_grad()
@@ -145,10 +182,12 @@ def prepare(trunk: Any) -> None:
     length = min(8, context_length(trunk) or 8)
     ids = torch.arange(2 * length, device=trunk.device).view(2, length)
     ids %= trunk.get_input_embeddings().weight.shape[0]
-    wanted = hidden_states(trunk, ids, torch.ones_like(ids))
-    setattr(trunk, TAKES_MARK, True)
     try:
+        wanted = hidden_states(trunk, ids, torch.ones_like(ids))
+        setattr(trunk, TAKES_MARK, True)
         same = torch.equal(hidden_states(trunk, ids), wanted)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a trunk may fail in any way on a mask of unexpected shape
         same = False
     setattr(trunk, TAKES_MARK, same)

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
+from fastppo.models.head import lm_head_of
 from fastppo.models.multimodal import copy_sharing_frozen, frozen_parameters
-from fastppo.models.trunk import states_at
+from fastppo.models.trunk import states_at, trunk_of
 
 ATTENTION = {"self_attn", "attn", "attention"}
 """Names of attention modules in transformers' decoders."""
@@ -44,11 +45,15 @@ class ValueFunction(nn.Module, ABC):
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones((), device=trunk.device, dtype=dtype))
+        """Factor on the head's output, 0-d. A head that an optimizer trains learns in units of the
+        returns' deviation; see `fastppo.ppo.value_head`."""
 
     def read(self, states: Tensor) -> Tensor:
-        """Return the values of states [N, H], [N] fp32."""
+        """Return the values of states [N, H] in reward units, [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
-            return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+            return self.head(states.to(self.head.weight.dtype)).squeeze(-1) * self.scale
 
     def shared_names(self, causal_lm: PreTrainedModel) -> set[str]:
         """Return the names of the parameters that are the policy's: a critic's vision tower."""
@@ -102,8 +107,8 @@ class CriticValue(ValueFunction):
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     """Return a critic initialized with a copy of the policy's trunk; it shares a vision tower."""
-    width = causal_lm.get_output_embeddings().weight.shape[1]
-    return CriticValue(copy_sharing_frozen(causal_lm.base_model, causal_lm), width)
+    width = lm_head_of(causal_lm).weight.shape[1]
+    return CriticValue(copy_sharing_frozen(trunk_of(causal_lm), causal_lm), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
@@ -114,7 +119,9 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     """
     critic = critic_of_policy(causal_lm)
     try:
-        lacking, unknown = critic.load_state_dict(load_file(path), strict=False)
+        # Files of version 0.3 have no scale.
+        state = {"scale": torch.ones_like(critic.scale)} | load_file(path)
+        lacking, unknown = critic.load_state_dict(state, strict=False)
         if unknown or not critic.shared_names(causal_lm).issuperset(lacking):
             raise RuntimeError(f"lacks {lacking}, and has {unknown}")
     except (OSError, SafetensorError, RuntimeError) as error:

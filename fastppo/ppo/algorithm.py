@@ -21,24 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastppo.activity import counted
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.dynamic_sampling import make_dynamic_sampling
-from fastppo.ppo.estimators import estimate_advantages
+from fastppo.ppo.estimators import estimate_advantages, what_to_train
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
     LossSums,
     PhaseTimer,
     UpdateMeter,
-    experience_metrics,
+    read_experience,
     response_metrics,
     successes_per_minibatch,
 )
@@ -169,13 +171,13 @@ class PPO:
         metrics = successes_per_minibatch(scores.total, config.minibatches)
         scores = scores.normalized(config.score_normalization, config.score_clip, state.score_scale)
 
-        def read_policies(limits: Limits) -> tuple[Experience, dict[str, float]]:
+        def read_policies(limits: Limits) -> tuple[Experience, dict[str, Tensor]]:
             plan = split(batch, limits, self.world)
-            read, mismatch = read_old_policy(
+            old, mismatch = read_old_policy(
                 rolled_out, rollout, plan, config, parts=self.parts, given=given
             )
             kl_coef = coefficients.kl_coef
-            return read_reference(read, self.reference, plan, config, kl_coef=kl_coef), mismatch
+            return read_reference(old, self.reference, plan, config, kl_coef=kl_coef), mismatch
 
         experience, mismatch = self.in_microbatches(read_policies, batch)
         experience = estimate_advantages(
@@ -183,10 +185,13 @@ class PPO:
             scores,
             config,
             coefficients,
-            usual_scores=state.usual_scores,
             function=self.parts.functions.get("advantage"),
         )
-        metrics = experience_metrics(experience, config) | metrics | mismatch
+        # The host waits for a GPU here, and nowhere else before the update.
+        read = read_experience(experience, config, mismatch)
+        trained = what_to_train(read.has_signal, experience.masked, config, coefficients)
+        experience = replace(experience, trained=trained, response_kl=read.response_kl)
+        metrics |= read.metrics
         if experience.ref_logprobs is not None:
             metrics["kl_coef"] = coefficients.kl_coef
         return experience, metrics
@@ -206,17 +211,19 @@ class PPO:
             self.step_control.begin_epoch()
             self.value_head.begin_epoch(epoch)
             order = torch.randperm(len(experience))
-            for minibatch in experience.minibatches(order, config.minibatches, config.aggregation):
+            minibatches = experience.minibatches(order, config.minibatches, config.aggregation)
+            for minibatch in counted(minibatches, f"epoch {epoch + 1}"):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
                 if self.step_control.is_too_far:
                     break
             if self.step_control.is_done:
                 break
-        metrics = meter.metrics(config, coefficients) | coefficients.metrics
+        fit = {} if self.step_control.is_too_far else self.value_head.begin_fit()
+        metrics = meter.metrics(config, coefficients, fit) | coefficients.metrics
+        fitted = {name: metrics.pop(name) for name in fit}
         metrics |= self.step_control.end_update(metrics)
-        if not self.step_control.is_too_far:
-            self.value_head.fit()
+        self.value_head.end_fit(fitted)
         return metrics | self.value_head.metrics
 
     def accumulate_gradient(self, minibatch: Experience, coefficients: Coefficients) -> LossSums:
@@ -246,18 +253,19 @@ class PPO:
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:
         """Compute policy and value loss of a microbatch from one pass of the trunk.
 
-        If the policy is not trained, the loss is the value loss alone.
+        If the policy is not trained, the loss is the value loss alone. A value head in closed form
+        has none.
         """
         trains_policy = micro.trained.policy
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
-            hidden, values, value_states = self.model(layout, detach_values=not trains_policy)
+            detach = not trains_policy or not self.value_head.has_loss
+            hidden, values, value_states = self.model(layout, detach_values=detach)
             with torch.set_grad_enabled(trains_policy):
                 policy = self.policy_loss(hidden, layout, micro, coefficients)
             value, value_clipped = value_loss(values, micro, coefficients)
-        loss = coefficients.vf_coef * value
-        if trains_policy:
-            loss = policy.loss + loss
+        loss = policy.loss if trains_policy else torch.zeros_like(value)
+        loss = loss + self.value_head.loss(value, coefficients)
         sums = LossSums(
             policy=policy.sums,
             loss=loss.detach(),

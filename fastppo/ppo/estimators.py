@@ -16,13 +16,12 @@ With the exact KL in the reward, each token's penalty is passed as a reward at t
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from torch import Tensor
 
 from fastppo.data.batch import on_device
@@ -43,45 +42,25 @@ MONTE_CARLO = ("sequence", *CRITIC_FREE)
 """Kinds with λ = 1."""
 
 GROUP_EPS = 1e-4
-"""Added to a group's standard deviation, reward units. TRL's value."""
+"""Added to a group's standard deviation, as a share of the batch's. TRL adds it in reward units, so
+that the scale of the rewards matters."""
 
-ROUNDING = 1e-5
-"""Advantages of at most this size, in reward units, are set to 0. If all responses earn the same
-and the policy still equals the reference, only a KL of a few 1e-6 nats distinguishes them. Adam
-normalizes the gradient and would take a full step in its direction."""
+SCORE_ROUNDING = 1e-6
+"""Scores that differ by at most this share of their size are equal: fp32 has 7 digits."""
 
-LEAST_SIGNAL = 0.1
-"""Smallest standard deviation of a batch's scores that is a signal, as a share of the usual one."""
-
-SCALE_BATCHES = 10
-"""Batches of which the usual standard deviation is the median."""
-
-
-@dataclass(slots=True)
-class UsualScores:
-    """The usual standard deviation of a run's scores, robust against single batches."""
-
-    recent: list[float] = field(default_factory=list)
-    """Of the latest batches with different scores, newest last."""
-
-    @property
-    def floor(self) -> float:
-        """Smallest standard deviation of a batch with a signal; 0 before the first."""
-        return LEAST_SIGNAL * statistics.median(self.recent) if self.recent else 0.0
-
-    def add(self, deviation: float) -> None:
-        """Add a batch's standard deviation."""
-        self.recent = [*self.recent, deviation][-SCALE_BATCHES:]
+KL_ROUNDING = 2e-4
+"""KL penalties of at most this many nats are rounding errors. If all responses earn the same and
+the policy still equals the reference, nothing else distinguishes them, and Adam would take a step
+of full length in their direction."""
 
 
 class Estimates(NamedTuple):
     """What an estimator computes, packed [N] fp32."""
 
     advantages: Tensor
+    """In reward units, or in the unit of a user's function."""
     returns: Tensor
     """Targets of the value loss."""
-    spread: Tensor
-    """Standard deviation of the advantages before whitening, 0-d."""
 
 
 def estimate_advantages(
@@ -90,73 +69,84 @@ def estimate_advantages(
     config: PPOConfig,
     coefficients: Coefficients,
     *,
-    usual_scores: UsualScores | None = None,
     function: Callable[..., Any] | None = None,
 ) -> Experience:
-    """Fill in the advantages and returns of packed responses, and what they train.
+    """Fill in the advantages and returns of packed responses.
 
-    Advantages are 0 if all responses have about the same discounted score, or if they are only
-    rounding errors. Whitening divides by at least `usual_scores.floor`: it would amplify errors of
-    the value function otherwise. Advantages of a user's function are only compared with rounding
-    errors, because their source and unit are unknown. With truncated=mask, truncated responses
-    have advantages of 0 and count only in the baselines of `rloo` and `group`.
+    If all rewards, and `kl_coef` with them, are multiplied by a positive number, whitened
+    advantages and those of `group` stay the same. They are 0 if all responses have the same
+    discounted score, or if they differ by rounding errors only. With truncated=mask, truncated
+    responses have advantages of 0 and count only in the baselines of `rloo` and `group`.
 
     Args:
         experience: has the statistics of the policies.
         scores: rewards at the last tokens and within the responses.
         coefficients: with β of the KL in the reward.
-        usual_scores: of the batches before; this batch is added. Default: a first batch.
         function: the user's advantage; see `user_advantages`.
     """
-    kl_coef = coefficients.kl_coef
-    experience = with_rewards(experience, scores, config, kl_coef)
-    has_kl = kl_coef != 0 and experience.ref_logprobs is not None
-    is_score_the_signal = function is None and (scores.has_rewards or not has_kl)
-    masked = experience.masked
-    whiten = bool(config.whiten_advantages)
-    # Masked responses must not move the mean and the variance of the others.
-    estimates = _estimates(experience, config, whiten and masked is None, function)
-    learned = estimates.advantages
-    spread = estimates.spread
+    experience = with_rewards(experience, scores, config, coefficients.kl_coef)
+    has_kl = coefficients.kl_coef != 0 and experience.ref_logprobs is not None
+    rounding = SCORE_ROUNDING * _size(scores.total)
+    rounding += KL_ROUNDING * abs(coefficients.kl_coef) if has_kl else 0.0
+    if function is None:
+        estimates = _estimates(experience, config, rounding)
+    else:
+        estimates = _user_estimates(experience, config, function)
+    totals = _discounted_scores(experience, scores, config)
     in_loss: slice | Tensor = slice(None)
-    totals = _discounted_scores(experience, scores, config) if is_score_the_signal else None
+    masked = experience.masked
     if masked is not None:
-        finished = ~masked
-        if finished.any():
-            lengths = experience.batch.generated_lengths
-            in_loss = on_device(finished.repeat_interleave(lengths), experience.batch.device)
-            totals = None if totals is None else totals[finished]
-            spread = learned[in_loss].std(correction=0)
-            learned = _whitened(learned[in_loss], whiten, config)
-        else:
-            learned = torch.zeros_like(learned)
-            spread = learned.sum()
-            totals = None
+        # Masked responses must not move the mean and the variance of the others.
+        # The places are found on the CPU: for a mask on a GPU, the host would wait.
+        lengths = experience.batch.generated_lengths
+        tokens = (~masked).repeat_interleave(lengths).nonzero()[:, 0]
+        in_loss = on_device(tokens, experience.batch.device)
+        totals = totals[on_device((~masked).nonzero()[:, 0], totals.device)]
+    learned = estimates.advantages[in_loss]
+    spread = learned.std(correction=0) if len(learned) else learned.sum()
+    size = spread if config.whiten_advantages else learned.square().mean().sqrt()
+    limit: float | Tensor = rounding
+    if function is not None or config.advantage == "group":  # not in reward units
+        limit = SCORE_ROUNDING * learned.square().mean().sqrt()
+    if function is None and (scores.has_rewards or not has_kl) and len(totals) > 1:
+        is_equal = totals.std(correction=0) <= rounding
+        size = torch.where(on_device(is_equal, size.device), 0.0, size)
+    if config.whiten_advantages:
+        learned = functional.whiten(learned / spread, backend=config.backend)
     advantages = torch.zeros_like(estimates.advantages)
-    advantages[in_loss] = _with_signal(learned, spread, totals, config, usual_scores)
+    # NaN advantages stay visible: comparisons with NaN are False.
+    advantages[in_loss] = torch.where(size <= limit, 0.0, learned)
     return replace(
         experience,
         advantages=advantages,
         returns=estimates.returns,
         monte_carlo_returns=monte_carlo_returns(experience, config),
         advantage_std=spread,
-        trained=what_to_train(advantages, masked, config, coefficients),
     )
 
 
+def _size(numbers: Tensor) -> float:
+    """Return the root mean square of numbers; 0 of none."""
+    return numbers.square().mean().sqrt().item() if len(numbers) else 0.0
+
+
 def what_to_train(
-    advantages: Tensor, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
+    has_signal: bool, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
 ) -> Trained:
     """Decide what an iteration trains.
 
-    The policy is left out during `value_warmup_iterations`. It is also left out if all advantages
-    are 0 and the loss has no KL: otherwise only errors of the value function would move it, at full
-    strength.
+    The policy is left out during `value_warmup_iterations`, and if its loss has no term: all
+    advantages are 0, and there is no KL, entropy bonus, pretraining text or objective of the user.
+
+    Args:
+        has_signal: whether an advantage differs from 0.
+        masked: [B] bool on the CPU, responses left out of the loss.
     """
     is_warmup = coefficients.iteration < config.value_warmup_iterations
-    has_signal = bool(advantages.any())
+    others = (coefficients.kl_loss_coef, coefficients.entropy_coef, coefficients.ptx_coef)
+    has_term = has_signal or any(others) or "objective" in config.user_functions
     return Trained(
-        policy=not is_warmup and (has_signal or coefficients.kl_loss_coef != 0),
+        policy=not is_warmup and has_term,
         value=masked is None or not bool(masked.all()),
         has_signal=has_signal,
     )
@@ -170,7 +160,7 @@ def with_rewards(
     Kinds of advantages without a value function have values of 0.
     """
     device = experience.batch.device
-    token_rewards = None if scores.within is None else scores.within.to(device)
+    token_rewards = None if scores.within is None else on_device(scores.within, device)
     if experience.ref_logprobs is None:
         kl_coef = 0.0
     if experience.exact_kl is not None:
@@ -181,11 +171,11 @@ def with_rewards(
     if config.bootstrap_truncated:
         assert experience.final_values is not None
         assert experience.truncated is not None
-        bootstrap = experience.final_values * experience.truncated.to(device).float()
+        bootstrap = experience.final_values * on_device(experience.truncated, device).float()
     values = experience.old_values
     return replace(
         experience,
-        last_rewards=scores.last.to(device),
+        last_rewards=on_device(scores.last, device),
         token_rewards=token_rewards,
         kl_coef=kl_coef,
         bootstrap=bootstrap,
@@ -193,31 +183,29 @@ def with_rewards(
     )
 
 
-def _estimates(
-    experience: Experience, config: PPOConfig, whiten: bool, function: Callable[..., Any] | None
-) -> Estimates:
-    """Compute advantages and returns by the kind of the options, or by the user's function."""
-    if function is not None:
-        return _user_estimates(experience, config, whiten, function)
+def _estimates(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
+    """Compute advantages and returns by the kind of the options."""
     if config.advantage in ONE_PER_RESPONSE:
-        return _response_advantages(experience, config, whiten)
+        return _response_advantages(experience, config, rounding)
     if config.advantage == "turn_gae":
-        return _turn_advantages(experience, config, whiten)
-    return _token_advantages(experience, config, whiten)
+        return _turn_advantages(experience, config)
+    return _token_advantages(experience, config)
 
 
 def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
-    """Return the discounted rewards of each response without the KL, [B] on the CPU.
+    """Return the discounted rewards of each response without the KL, [B].
 
     If they are equal, no action was better than another.
     """
     if config.gamma == 1:
         return scores.total
-    within = None if scores.within is None else scores.within.to(experience.batch.device)
+    within = scores.within
+    if within is not None:
+        within = on_device(within, experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
-    return _of_responses(monte_carlo_returns(rewards_only, config), experience).cpu()
+    return _of_responses(monte_carlo_returns(rewards_only, config), experience)
 
 
 def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
@@ -229,50 +217,16 @@ def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
     return torch.where(starts.diff() > 0, at_first, experience.last_rewards.to(at_first.dtype))
 
 
-def _with_signal(
-    advantages: Tensor,
-    spread: Tensor,
-    totals: Tensor | None,
-    config: PPOConfig,
-    usual_scores: UsualScores | None,
-) -> Tensor:
-    """Return the advantages [n], scaled by the floor, 0 without a signal.
-
-    Args:
-        spread: standard deviation before whitening, 0-d.
-        totals: discounted scores of the responses, reward units; None if they are not the signal.
-        usual_scores: see `estimate_advantages`.
-    """
-    if config.whiten_advantages:
-        size = spread
-    else:
-        size = advantages.square().mean().sqrt()
-    # NaN advantages stay visible: comparisons with NaN are False, and 0 · NaN is NaN.
-    advantages = torch.where(size <= ROUNDING, 0.0, advantages)
-    if totals is None:
-        return advantages
-    usual_scores = usual_scores or UsualScores()
-    floor = usual_scores.floor
-    if config.whiten_advantages and floor > 0:
-        advantages = advantages * (size / floor).clamp(max=1)
-    deviation = totals.std(correction=0).item()
-    if len(totals) > 1 and deviation <= max(floor, ROUNDING):
-        advantages = 0.0 * advantages
-    if deviation > ROUNDING and math.isfinite(deviation):
-        usual_scores.add(deviation)
-    return advantages
-
-
 def monte_carlo_returns(experience: Experience, config: PPOConfig) -> Tensor:
     """Return `Experience.monte_carlo_returns`, [N] fp32."""
     without_values = replace(experience, old_values=torch.zeros_like(experience.old_values))
     if config.advantage == "turn_gae":
         _, returns = turn_gae(without_values, shaped_rewards(experience, config), 1.0, config)
         return returns
-    return _token_gae(without_values, config, lam=1.0, whiten=False).returns
+    return _token_gae(without_values, config, lam=1.0).returns
 
 
-def _token_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+def _token_advantages(experience: Experience, config: PPOConfig) -> Estimates:
     """GAE over tokens."""
     lam: float | Tensor = config.lam
     if config.advantage in MONTE_CARLO:
@@ -282,18 +236,14 @@ def _token_advantages(experience: Experience, config: PPOConfig, whiten: bool) -
         lengths = experience.batch.generated_lengths.to(experience.batch.device)
         lengths = lengths.float().clamp(min=1)
         lam = (1 - 1 / (config.lam_alpha * lengths)).clamp(min=0)
-    result = _token_gae(experience, config, lam=lam, whiten=whiten)
+    result = _token_gae(experience, config, lam=lam)
     returns = result.returns
     if config.value_lam is not None:
-        returns = _token_gae(experience, config, lam=config.value_lam, whiten=False).returns
-    # Returns are never whitened.
-    spread = (result.returns - experience.old_values).std(correction=0)
-    return Estimates(result.advantages, returns, spread)
+        returns = _token_gae(experience, config, lam=config.value_lam).returns
+    return Estimates(result.advantages, returns)
 
 
-def _token_gae(
-    experience: Experience, config: PPOConfig, *, lam: float | Tensor, whiten: bool
-) -> Advantages:
+def _token_gae(experience: Experience, config: PPOConfig, *, lam: float | Tensor) -> Advantages:
     return compute_advantages(
         experience.last_rewards,
         experience.old_values,
@@ -305,25 +255,25 @@ def _token_gae(
         kl_estimator=_estimator(config),
         gamma=config.gamma,
         lam=lam,
-        whiten=whiten,
+        whiten=False,
         bootstrap=experience.bootstrap,
         token_rewards=experience.token_rewards,
         backend=config.backend,
     )
 
 
-def _response_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+def _response_advantages(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
     """One advantage per response, repeated for each of its tokens."""
-    result = _token_gae(experience, config, lam=1.0, whiten=False)
-    advantages = _against_group(_of_responses(result.advantages, experience), config)
+    result = _token_gae(experience, config, lam=1.0)
+    rewards = _of_responses(result.advantages, experience)
+    advantages = _against_group(rewards, config, rounding)
     lengths = experience.batch.cu_seqlens.diff()
     advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
-    spread = advantages.std(correction=0)
-    return Estimates(_whitened(advantages, whiten, config), result.returns, spread)
+    return Estimates(advantages, result.returns)
 
 
 def _user_estimates(
-    experience: Experience, config: PPOConfig, whiten: bool, function: Callable[..., Any]
+    experience: Experience, config: PPOConfig, function: Callable[..., Any]
 ) -> Estimates:
     """Compute advantages by a user-defined function."""
     advantages, returns = user_advantages(
@@ -338,8 +288,7 @@ def _user_estimates(
     )
     if returns is None:
         returns = monte_carlo_returns(experience, config)
-    spread = advantages.std(correction=0)
-    return Estimates(_whitened(advantages, whiten, config), returns, spread)
+    return Estimates(advantages, returns)
 
 
 def user_advantages(
@@ -357,24 +306,30 @@ def user_advantages(
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
     tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
-    is_given_finite = all(x.isfinite().all() for x in tensors)
+    is_given_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
     result = call_by_name("advantage", function, first, offered)
     results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    checked = []
-    for name, value in zip(("advantages", "returns"), results, strict=False):
-        value = check_per_token("advantage", function, name, value, rewards)
-        invalid = int((~value.isfinite()).sum())
-        if invalid and is_given_finite:  # otherwise it is not the function's fault
+    checked = {
+        name: check_per_token("advantage", function, name, value, rewards)
+        for name, value in zip(("advantages", "returns"), results, strict=False)
+    }
+    # One read of the device for all checks.
+    counts = [(~value.isfinite()).sum() for value in checked.values()]
+    given, *invalid = torch.stack([is_given_finite.long(), *counts]).tolist()
+    for (name, value), count in zip(checked.items(), invalid, strict=True):
+        if count and given:  # otherwise it is not the function's fault
             raise ValueError(
-                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
                 f"{len(value)} tokens"
             )
-        checked.append(value)
-    return checked[0], checked[1] if len(checked) == 2 else None
+    return checked["advantages"], checked.get("returns")
 
 
-def _against_group(rewards: Tensor, config: PPOConfig) -> Tensor:
+def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tensor:
     """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
+
+    Args:
+        rounding: deviation of a group whose rewards are equal, reward units.
 
     Raises:
         ValueError: the batch does not consist of whole groups.
@@ -390,11 +345,13 @@ def _against_group(rewards: Tensor, config: PPOConfig) -> Tensor:
     groups = rewards.view(-1, count)
     above = groups - groups.mean(dim=1, keepdim=True)
     deviation = groups.std(dim=1, keepdim=True)
-    above = torch.where(deviation <= ROUNDING, 0.0, above)
+    above = torch.where(deviation <= rounding, 0.0, above)
     if config.advantage == "rloo":
         above = above * (count / (count - 1))
     else:
-        above = above / (deviation + GROUP_EPS)
+        # The smallest normal number keeps 0/0 out of a batch of equal rewards.
+        least = GROUP_EPS * rewards.std(correction=0)
+        above = above / (deviation + least).clamp(min=torch.finfo(above.dtype).tiny)
     return above.flatten()
 
 
@@ -414,14 +371,13 @@ def shaped_rewards(experience: Experience, config: PPOConfig) -> Tensor:
     return rewards.index_put((starts[1:] - 1,), last, accumulate=True)
 
 
-def _turn_advantages(experience: Experience, config: PPOConfig, whiten: bool) -> Estimates:
+def _turn_advantages(experience: Experience, config: PPOConfig) -> Estimates:
     """GAE over turns."""
     rewards = shaped_rewards(experience, config)
     advantages, returns = turn_gae(experience, rewards, config.lam, config)
-    spread = advantages.std(correction=0)
     if config.value_lam is not None:
         _, returns = turn_gae(experience, rewards, config.value_lam, config)
-    return Estimates(_whitened(advantages, whiten, config), returns, spread)
+    return Estimates(advantages, returns)
 
 
 def turn_gae(
@@ -443,7 +399,7 @@ def turn_gae(
     lengths = on_device(turn_lengths, experience.batch.device)
     first = lengths.cumsum(0) - lengths
     advantages, returns = gae(
-        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        torch.segment_reduce(rewards, "sum", lengths=lengths, unsafe=True),
         experience.old_values[first],
         cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
         gamma=config.gamma,
@@ -456,14 +412,9 @@ def turn_gae(
         return turn_values.repeat_interleave(lengths, output_size=len(rewards))
 
     # fp64, because both sums start at the beginning of the batch.
-    before = rewards.double().cumsum(0) - rewards.double()
+    before = wide(rewards).cumsum(0) - wide(rewards)
     earlier_in_turn = before - by_token(before[first])
-    return by_token(advantages), (by_token(returns).double() - earlier_in_turn).float()
-
-
-def _whitened(advantages: Tensor, whiten: bool, config: PPOConfig) -> Tensor:
-    """Whiten if asked, for kinds without a kernel that does."""
-    return functional.whiten(advantages, backend=config.backend) if whiten else advantages
+    return by_token(advantages), (wide(by_token(returns)) - earlier_in_turn).float()
 
 
 def _estimator(config: PPOConfig) -> str:

@@ -15,18 +15,16 @@ from typing import Any
 
 from transformers import set_seed
 
+from fastppo.activity import begin_stage, during
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.algorithm import PPO
-from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
+from fastppo.ppo.metrics import LOGGED_SAMPLES, policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
-
-LOGGED_SAMPLES = 8
-"""Responses per iteration, and per evaluation, in the sample records."""
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over
@@ -76,7 +74,9 @@ def evaluate_policy(
     with (
         random_state_restored((config.seed + first) % 2**32),
         explain_out_of_memory("evaluation", config),
+        during("evaluating"),
     ):
+        begin_stage(f"from prompt {first + 1}" if first else "")
         prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
         scores = ppo.score(prompts, rollout, coefficients, scorer)
     batch = Batch.of(prompts.token_ids, rollout.tokens, ppo.parts.device, rollout.response_mask)

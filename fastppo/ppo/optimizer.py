@@ -150,6 +150,11 @@ def _vectors(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.dim() < 2]
 
 
+def schedule_factor(step: int, config: PPOConfig) -> float:
+    """Return the factor of warm-up and schedule on every learning rate, for an optimizer step."""
+    return schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
+
+
 def set_learning_rate(
     optimizer: Optimizer, step: int, config: PPOConfig, adaptive_rate: float | None = None
 ) -> float:
@@ -158,11 +163,12 @@ def set_learning_rate(
     Args:
         adaptive_rate: the rate of `learning_rate=auto`.
     """
-    factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
+    factor = schedule_factor(step, config)
     for group in optimizer.param_groups:
-        rate = factor * group["peak_lr"]
+        rate = group["peak_lr"]
         if group["adaptive"] and adaptive_rate is not None:
-            rate = min(adaptive_rate * group["peak_lr"], LARGEST_RATE)
+            rate = min(adaptive_rate * rate, LARGEST_RATE)
+        rate = factor * rate
         if isinstance(group["lr"], Tensor):  # compiled optimizers keep it on the device
             group["lr"].fill_(rate)
         else:

@@ -1,25 +1,24 @@
 """The learning rate of `learning_rate: auto`, set by the KL that an update causes.
 
-The target is `step_kl`: the KL from the policy that generated the responses to the policy after the
-update, nats per token. The forward pass of every minibatch measures the KL after the steps before
-it, so the control costs nothing. Over the steps of an update the KL grows about linearly; with the
-learning rate η it grows as η². If k of S steps moved the policy by KL_k, the whole update moves it
-by about KL_k·S/k. With m, the mean of KL_k·S/k over the second half of the steps, the rate changes
-after the update:
+The target is the KL from the policy that generated the responses to the policy after the update,
+nats per token. It follows the entropy H of the policy, in nats per token, because the same KL
+changes most choices of a policy that has few left:
 
-    η ← η·√(target/m)           if m is above the target
+    target = step_kl·√H, with √H bounded by `LEAST_SHARE` and `MOST_SHARE`
+
+The first update has no entropy yet, and the target `step_kl`. The square root is a compromise:
+in proportion, a nearly deterministic policy was held back.
+
+The forward pass of every minibatch measures the KL after the steps before it, so the control costs
+nothing. Over the steps of an update the KL grows about linearly; with the learning rate η it grows
+as η². If k of S steps moved the policy by KL_k, the whole update moves it by about KL_k·S/k. With
+m, the mean of KL_k·S/k over the second half of the steps, the rate changes after the update:
+
+    η ← η·√(target/m)           if m is above the target, and after each of the first updates
     η ← η·√(target/m)^RAISE     if m is below
 
-A minibatch's KL is noisy, with rare large values. The rate therefore falls at once and rises
-slowly.
-
-A policy that has learned its task has little entropy. A KL that was a small step at first would
-change most of its choices, so the target falls with the entropy of the policy:
-
-    target = step_kl·√min(1, H/H₀), at least step_kl·`LEAST_SHARE`
-
-H is the entropy per token in the latest update, H₀ in the first. The square root is a compromise:
-in proportion, a policy that still had to learn was held back (docs/studies.md).
+A minibatch's KL is noisy, with rare large values, so that the rate falls at once and rises slowly.
+The first updates differ: Adam's first steps move a policy farther than its later ones.
 
 The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, every step changes
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
@@ -27,6 +26,8 @@ its first measurement.
 
 If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
 collapse do so by one such step.
+
+A schedule or a warm-up multiplies the rate by a factor. The rate is what it would be without it.
 
 Sources: rsl_rl's schedule="adaptive" (Rudin et al. 2021, arXiv:2109.11978) and TorchRL's
 KLAdaptiveLR multiply the rate by a constant when a minibatch's KL leaves a band.
@@ -59,13 +60,22 @@ CHANGE = 4.0
 above the latest rate that reached `SEARCH_END` of the target: a policy that has learned its task
 hardly moves at any rate."""
 
-RAISE = 0.3
+RAISE = 0.5
+
+FIRST_UPDATES = 4
+"""Updates after the search in which the rate rises as fast as it falls."""
 
 TOO_FAR = 10.0
 
 LEAST_SHARE = 0.25
 """Of `step_kl`, for a policy that has become deterministic. In bf16, rounding causes a KL of about
 0.002, a twelfth of the default at 64 responses; with two steps, it is counted twice."""
+
+MOST_SHARE = 2.0
+"""Of `step_kl`, at four nats per token and more."""
+
+LEAST_FACTOR = 0.1
+"""Factor of a schedule below which the KL of an update is too small to measure."""
 
 SMALLEST_RATE = 1e-9
 
@@ -84,9 +94,10 @@ class AdaptiveRate:
         self.first_moved = 0.0
         self.first_path = 0.0
         """The first measurement of the search: `moved` and the sum of the rates before it."""
-        self.first_entropy: float | None = None
+        self.updates = 0
+        """Measured updates since the search."""
         self.target_share = 1.0
-        """Share of `step_kl` in the target, by the entropy of the latest update."""
+        """Target as a share of `step_kl`, by the entropy of the latest update."""
         self.begin_update(1.0, 1)
 
     def begin_update(self, target: float, steps: int) -> None:
@@ -122,16 +133,18 @@ class AdaptiveRate:
         if kl <= self._first_kl and self._first_kl > self.target:
             return  # the noise is larger than the movement
         moved = max((kl - self._first_kl) / self.target, LEAST_KL)
-        mean_rate = self._path / self._taken
-        self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
         self.is_too_far = moved > TOO_FAR
+        mean_rate = self._path / self._taken
+        if mean_rate < LEAST_FACTOR * self.rate and not self.is_too_far:
+            return
+        self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
         if self.is_searching:
             self._search(moved)
 
-    def step_taken(self) -> None:
-        """Count a step at the current rate."""
+    def step_taken(self, factor: float = 1.0) -> None:
+        """Count a step at the current rate times the factor of a schedule."""
         self._taken += 1
-        self._path += self.rate
+        self._path += factor * self.rate
 
     def end_update(self, entropy: float) -> None:
         """Set the rate of the next update.
@@ -140,14 +153,14 @@ class AdaptiveRate:
             entropy: of the policy in this update, nats per token; 0 if no token was in the loss.
         """
         if 0 < entropy < math.inf and not self.is_too_far:
-            self.first_entropy = self.first_entropy or entropy
-            self.target_share = min(max((entropy / self.first_entropy) ** 0.5, LEAST_SHARE), 1.0)
+            self.target_share = min(max(entropy**0.5, LEAST_SHARE), MOST_SHARE)
         if self.is_searching or not self._sensitivities:
             return
+        self.updates += 1
         expected = self._sensitivity * self.rate**2
         if expected > SEARCH_END:
             self.reached = self.rate
-        gain = 1.0 if expected > 1 else RAISE
+        gain = 1.0 if expected > 1 or self.updates <= FIRST_UPDATES else RAISE
         change = min(max(expected ** (-gain / 2), 1 / CHANGE), CHANGE)
         rate = self.rate * change
         self._set(rate if self.reached is None else min(rate, CHANGE * self.reached))
@@ -200,7 +213,7 @@ class AdaptiveRate:
             "reached": self.reached,
             "first_moved": self.first_moved,
             "first_path": self.first_path,
-            "first_entropy": self.first_entropy,
+            "updates": self.updates,
             "target_share": self.target_share,
         }
 
@@ -211,5 +224,5 @@ class AdaptiveRate:
         self.reached = state.get("reached", self.reached)
         self.first_moved = state.get("first_moved", self.first_moved)
         self.first_path = state.get("first_path", self.first_path)
-        self.first_entropy = state.get("first_entropy", self.first_entropy)
+        self.updates = state.get("updates", self.updates)
         self.target_share = state.get("target_share", self.target_share)

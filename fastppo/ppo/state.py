@@ -14,7 +14,6 @@ from typing import Any
 
 from fastppo.functional.scalars import counted
 from fastppo.ppo.coefficients import CoefficientControl
-from fastppo.ppo.estimators import UsualScores
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.run import WARNINGS
 from fastppo.ppo.step_control import StepControl
@@ -36,7 +35,6 @@ class RunState:
     step_control: StepControl
     watch: Watch
     score_scale: RunningScale = field(default_factory=RunningScale)
-    usual_scores: UsualScores = field(default_factory=UsualScores)
     iteration: int = 0
     prompts_seen: int = 0
     ptx_seen: int = 0
@@ -81,7 +79,6 @@ class RunState:
             "coefficient_control": self.coefficient_control.state_dict(),
             "step_control": self.step_control.state_dict(),
             "score_scale": asdict(self.score_scale),
-            "usual_scores": asdict(self.usual_scores),
             "best_evaluation": self.best_evaluation,
             "successes": [[row, recent] for row, recent in self.successes.items()],
             "watch": self.watch.state_dict(),
@@ -94,7 +91,6 @@ class RunState:
         self.coefficient_control.load_state_dict(state["coefficient_control"])
         self.step_control.load_state_dict(state["step_control"])
         self.score_scale = RunningScale(**state["score_scale"])
-        self.usual_scores = UsualScores(**state["usual_scores"])
         self.best_evaluation = state["best_evaluation"]
         self.successes = dict(state["successes"])
         self.watch.load_state_dict(state["watch"])

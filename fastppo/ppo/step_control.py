@@ -14,7 +14,7 @@ from typing import Any
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import LossSums, to_floats
-from fastppo.ppo.optimizer import set_learning_rate
+from fastppo.ppo.optimizer import schedule_factor, set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR, AdaptiveRate
 from fastppo.ppo.trained import Trained
@@ -224,7 +224,8 @@ class AutoStepControl(StepControl):
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         super().begin_update(experience, coefficients)
-        if self.trained.by_reward:
+        # The KL of an update's last step is not measured, so a single step is never undone.
+        if self.trained.by_reward and self.planned_steps > 1:
             self.optimizer.copy_weights()
         self.adaptive.begin_update(coefficients.step_kl, self.planned_steps)
 
@@ -240,7 +241,7 @@ class AutoStepControl(StepControl):
         return not self.is_too_far
 
     def step_taken(self) -> None:
-        self.adaptive.step_taken()
+        self.adaptive.step_taken(schedule_factor(self._schedule_step, self.config))
 
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         ended = super().end_update(metrics) | self.adaptive.metrics

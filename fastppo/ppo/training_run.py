@@ -21,8 +21,8 @@ from fastppo.plugins.calling import PluginError
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.curriculum import Chosen, Curriculum
-from fastppo.ppo.evaluation import LOGGED_SAMPLES, Evaluation
-from fastppo.ppo.metrics import PhaseTimer, sample_records, status
+from fastppo.ppo.evaluation import Evaluation
+from fastppo.ppo.metrics import LOGGED_SAMPLES, PhaseTimer, sample_records, status
 from fastppo.ppo.setup.checks import self_check
 from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.step_control import SkippedStepsError
@@ -182,7 +182,8 @@ class TrainingRun:
                 self.callbacks.run_ended(has_failed=True)
             if isinstance(error, WITH_RESUME) and self.checkpoints.newest:
                 kind = next(kind for kind in WITH_RESUME if isinstance(error, kind))
-                raise kind(f"{error}; stopped{self.checkpoints.how_far()}") from error
+                how_far = self.checkpoints.how_far(is_user_code=kind is not RolloutError)
+                raise kind(f"{error}; stopped{how_far}") from error
             raise
         finally:
             log.close()

@@ -1,31 +1,49 @@
 """How the value head is trained: by the optimizer, in closed form, or with extra critic epochs.
 
-`GradientHead` leaves the value function to the loss of the update. `ClosedFormHead` observes the
-states and returns of an epoch's microbatches and solves a regression for the head after the update
-(`fastppo.ppo.value_regression`). `ExtraCriticEpochs` trains a separate critic for some epochs
-before each update.
+`ValueHead` is not trained, and does nothing. `GradientHead` leaves the value function to the value
+loss of the update. The head learns in units of σ, the deviation of the returns: its output is
+multiplied by σ, and the loss divided by σ². When σ changes, the weights are rescaled so that the
+values stay. Neither the clipping of the gradient nor Adam's step then depends on the scale of the
+rewards. `ClosedFormHead` observes the states and returns of an epoch's microbatches and solves a
+regression for the head after the update (`fastppo.ppo.value_regression`); it needs no value loss,
+and nothing of it reaches the policy's trunk. `ExtraCriticEpochs` trains a separate critic for some
+epochs before each update.
+
+Source of the scale: van Hasselt et al. 2016 (PopArt, arXiv:1602.07714), here without the shift.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fastppo.data.microbatches import Limits
+from fastppo.models.sharding import local_part
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.objective import value_loss
-from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits
 from fastppo.ppo.parts import Parts
 from fastppo.ppo.value_regression import ValueRegression
 
+SCALE_DECAY = 0.8
+"""Factor on a batch's weight in σ at each later update, as in the closed form."""
 
-class GradientHead:
-    """The optimizer trains the value head with the value loss of the update."""
+NEGLIGIBLE = 1e-10
+"""A variance below this share of the mean square is rounding error."""
+
+
+class ValueHead:
+    """A value head that is not trained: advantages without a value function."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never changed)
+
+    has_loss = False
+    """Whether the value loss is a part of the update's loss."""
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         """Start an update."""
@@ -39,6 +57,10 @@ class GradientHead:
     def begin_attempt(self) -> None:
         """Start a pass over the minibatch. Another pass follows if memory runs out."""
 
+    def loss(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        """Return the term of the loss, 0-d, of the value loss in squared reward units."""
+        return torch.zeros_like(value)
+
     def observe(self, states: Tensor, micro: Experience) -> None:
         """Observe a microbatch.
 
@@ -47,8 +69,20 @@ class GradientHead:
             micro: returns and weights of the same tokens.
         """
 
-    def fit(self) -> None:
-        """End an update whose weights are kept."""
+    def begin_fit(self) -> dict[str, Tensor]:
+        """End an update whose weights are kept, and return what `end_fit` has to know.
+
+        Returns:
+            0-d tensors on the device, so that the host reads them together with others.
+        """
+        return {}
+
+    def end_fit(self, numbers: Mapping[str, float]) -> None:
+        """Finish the fit.
+
+        Args:
+            numbers: those of `begin_fit`; empty if the update was undone.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint."""
@@ -58,7 +92,54 @@ class GradientHead:
         """Restore what `tensors` returned."""
 
 
-class ClosedFormHead(GradientHead):
+class GradientHead(ValueHead):
+    """The optimizer trains the value head with the value loss of the update."""
+
+    has_loss = True
+
+    def __init__(self, parts: Parts) -> None:
+        self.value_function = parts.model.value_function
+        self.moments: Tensor | None = None
+        """Count, sum and sum of squares of the returns so far, decayed, [3] fp64."""
+
+    def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        """Set σ by the returns of the experience and of those before it."""
+        if not experience.trained.value:
+            return
+        returns = experience.returns.double()
+        batch = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(1)
+        self.moments = batch if self.moments is None else SCALE_DECAY * self.moments + batch
+        count, total, squares = self.moments
+        mean_square = squares / count
+        variance = mean_square - (total / count).square()
+        # Equal returns have their size as the scale, and returns of 0 leave it as it is.
+        variance = torch.where(variance > NEGLIGIBLE * mean_square, variance, mean_square)
+        self._set_scale(torch.where(variance > 0, variance.sqrt(), self.value_function.scale))
+
+    @torch.no_grad()
+    def _set_scale(self, scale: Tensor) -> None:
+        """Change σ, 0-d, and keep the values as they are."""
+        before = self.value_function.scale.clone()
+        self.value_function.scale.copy_(scale)
+        for weight in self.value_function.head.parameters():
+            local_part(weight).mul_(before / self.value_function.scale)
+
+    def loss(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        return coefficients.vf_coef * value / self.value_function.scale.square()
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.moments is None:
+            return {}
+        return {"return_moments": self.moments, "scale": self.value_function.scale}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        if tensors:
+            scale = self.value_function.scale
+            self.moments = tensors["return_moments"].to(scale.device)
+            scale.copy_(tensors["scale"])
+
+
+class ClosedFormHead(ValueHead):
     """Fits the value head to the returns after each update.
 
     It observes the update's last epoch, or each epoch if any may turn out to be the last.
@@ -86,10 +167,14 @@ class ClosedFormHead(GradientHead):
             assert micro.token_weights is not None
             self.regression.add(states, micro.monte_carlo_returns, micro.token_weights > 0)
 
-    def fit(self) -> None:
+    def begin_fit(self) -> dict[str, Tensor]:
         self._kept = None
-        self.regression.fit(self.parts.model.value_function.head, self.parts.world)
-        self.metrics = self.regression.metrics
+        return self.regression.begin_fit(self.parts.world)
+
+    def end_fit(self, numbers: Mapping[str, float]) -> None:
+        if numbers:
+            self.regression.end_fit(self.parts.model.value_function.head, numbers)
+            self.metrics = self.regression.metrics
 
     def tensors(self) -> dict[str, Tensor]:
         return self.regression.tensors()
@@ -111,12 +196,14 @@ class ExtraCriticEpochs(GradientHead):
     def __init__(
         self, config: PPOConfig, parts: Parts, limits: MicrobatchLimits, *, epochs: int
     ) -> None:
+        super().__init__(parts)
         self.config = config
         self.parts = parts
         self.limits = limits
         self.epochs = epochs
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        super().begin_update(experience, coefficients)
         for _ in range(self.epochs if experience.trained.value else 0):
             order = torch.randperm(len(experience))
             for minibatch in experience.minibatches(
@@ -136,21 +223,23 @@ class ExtraCriticEpochs(GradientHead):
                 with model.autocast():
                     values = model.values(layout, layout.predicting)
                 value, _ = value_loss(values, micro, coefficients)
-                optimizer.backward(coefficients.vf_coef * value)
+                optimizer.backward(self.loss(value, coefficients))
 
         self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch))
         norms = to_floats(optimizer.clip_gradients(self.config.max_grad_norm))
         optimizer.step({"loss": 0.0, **norms})
 
 
-def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -> GradientHead:
+def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -> ValueHead:
     """Return how the options train the value head.
 
     Args:
         limits: the microbatch limits that fit in memory.
     """
+    if config.advantage in CRITIC_FREE:
+        return ValueHead()
     if config.fits_value_head:
         return ClosedFormHead(config, parts)
     if config.critic_only_epochs:
         return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
-    return GradientHead()
+    return GradientHead(parts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -198,6 +199,11 @@ class RolloutEngine(ABC):
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Replace copies and caches of old weights by those of `policy`, the trainer's
         `ActorCritic`. Called after an update and after loading a checkpoint."""
+
+    def conversations(self) -> AbstractContextManager[None]:
+        """Return a block in which prompts continue earlier prompts and responses, with the same
+        weights, so that an engine may keep what it has computed."""
+        return nullcontext()
 
     def prepare(self, prompt_ids: list[list[int]]) -> None:  # noqa: B027
         """Start to generate responses to the next iteration's prompts, if the engine can."""

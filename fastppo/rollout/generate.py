@@ -88,8 +88,9 @@ class GenerateEngine(RolloutEngine):
 
     Args:
         tokenizer: the policy's tokenizer, needed for stop strings only.
-        static_cache: whether to use transformers' static KV cache. On a GPU `generate` then
-            compiles the decoding step, and the first rollout waits for the compiler.
+        static_cache: whether to use transformers' static KV cache where it can hold the model's
+            keys and values. On a GPU `generate` then compiles the decoding step, and the first
+            rollout waits for the compiler.
         equal_lengths: generate for prompts of one length at a time, so that none is padded: some
             recurrent models read the padding.
         use_cache: whether to use a KV cache or recurrent states; without them each token costs a
@@ -148,7 +149,9 @@ class GenerateEngine(RolloutEngine):
         at_string = _AtStopString(strings, width, len(prompt_ids))
         config = _generation_config(sampling, self.pad_token_id)
         config.use_cache = self.use_cache
-        if self.static_cache:
+        if self.static_cache and self.model.dtype == (self.compute_dtype or self.model.dtype):
+            # Under autocast of fp32 weights, rotary embeddings leave keys in fp32, while values are
+            # in bf16. A static layer has one dtype for both before transformers 5.24.
             config.cache_implementation = "static"
         with _generating(self.model, config), autocast(device, self.compute_dtype):
             output = self.model.generate(  # type: ignore[operator]

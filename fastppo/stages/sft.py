@@ -30,7 +30,7 @@ from fastppo.models.pretrained import (
     pad_token_id,
 )
 from fastppo.models.sharding import unsharded
-from fastppo.models.trunk import checkpoint_activations
+from fastppo.models.trunk import checkpoint_activations, trunk_of
 from fastppo.run.options import unused
 from fastppo.run.progress import console_of_first, say, show_messages
 from fastppo.stages.data import Encoded, load_data, row_limit
@@ -144,7 +144,7 @@ def train_sft(
             config,
             data,
             root=policy,
-            trunk=model.base_model,
+            trunk=trunk_of(model),
             collate=functools.partial(collate, pad_token_id=pad_token_id(tokenizer, model)),
             world=world,
         )

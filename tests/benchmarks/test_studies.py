@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.studies import critic, learning_rate, recipe_curves
+from benchmarks.training import iterate
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "benchmarks" / "results" / "studies"
@@ -75,20 +76,62 @@ def test_the_tables_of_the_page_follow_from_the_kept_curves(
         assert f"{rewards} |" in page
 
 
-def test_the_tables_of_auto_follow_from_the_kept_curves(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
-    learning_rate.print_grid(learning_rate.read(learning_rate.RESULTS))
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) > 10
-    for row in rows:
-        assert row in page
+def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: Path) -> None:
+    store = learning_rate.Store(tmp_path, tmp_path)
+    ends = {"auto": 0.6, "1e-4": 0.5, "1e-3": 0.8}
+    for setting, end in ends.items():
+        run = learning_rate.Run("bandit", setting, 0)
+        # A batch of 1e-4 takes half the time; its reward at the time of the others is lower.
+        seconds = 0.5 if setting == "1e-4" else 1.0
+        rows = [
+            {"judged": end if i >= 8 else 0.7, "deviation": 0.4, "size": 64, "seconds": seconds * i}
+            for i in range(1, 16)
+        ]
+        run.path(tmp_path).parent.mkdir(exist_ok=True)
+        run.path(tmp_path).write_text(json.dumps(rows))
+    records = store.read(learning_rate.grid(["bandit"], list(ends), 1))
+    (comparison,) = learning_rate.compare(records)
+    assert comparison.best == "1e-3"
+    assert comparison.share("auto") == pytest.approx(0.75)
+    # Two standard errors of 64 responses are 0.1.
+    assert comparison.below == {"auto": 0, "1e-4": 1, "1e-3": 0}
+    (timed,) = learning_rate.compare(learning_rate.at_equal_time(records))
+    assert [timed.mean(setting) for setting in ends] == pytest.approx([0.7, 0.5, 0.7])
+
+
+def test_runs_of_the_study_of_the_rate_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(learning_rate.LENGTHS, "long", 5)
+    flags = [str(tmp_path), "--tasks", "bandit", "--settings", "auto", "1e-3", "--seeds", "1"]
+    learning_rate.main([*flags, "--label", "new"])
+    printed = capsys.readouterr().out
+    assert "| bandit |" in printed
+    records = json.loads((tmp_path / "bandit" / "auto-new-0.json").read_text())
+    assert len(records) == 5
+    assert {"judged", "seconds", "approx_kl", "update_kl", "learning_rate", "undone"} <= set(
+        records[-1]
+    )
+    assert (tmp_path / "bandit" / "1e-3-0.json").exists()
+    monkeypatch.setattr(learning_rate, "trained", None)
+    learning_rate.main([*flags, "--label", "new"])
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("task", ["needle", "dense", "bandit"])
+def test_a_task_from_random_weights_trains(task: str, tmp_path: Path) -> None:
+    run = learning_rate.Run(task, "1e-3", 0)
+    trainer, judged = learning_rate.make_trainer(run, tmp_path, str(tmp_path / "unused"))
+    mean, deviation = judged(iterate(trainer))
+    assert 0 <= mean <= 0.5
+    assert deviation >= 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
-        ("learning_rate", [], ["| key-and-door, 64 |", "best fixed rate"]),
+        ("learning_rate", [], ["| bandit |", "share, equal CPU time", "lowest share"]),
         ("critic", [], ["| critic, closed form |", "| GRPO |", "form, ahead of |", "| seeds lost"]),
         ("critic", ["--task", "key-and-door"], ["| RLOO |", "PPO: correlation of the advant"]),
     ],

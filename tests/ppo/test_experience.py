@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastppo.data.batch import Batch
+from fastppo.data.batch import ALIGNMENT, Batch
 from fastppo.data.microbatches import Limits, microbatches
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience, token_weights
@@ -74,7 +74,8 @@ def test_select_keeps_the_tokens_of_the_sequences() -> None:
 def test_minibatches_follow_the_given_order(
     count: int, response_mask: list[list[bool]] | None
 ) -> None:
-    """Each is what `select` and `weighted` return, and all share the memory of one copy."""
+    """Each is what `select` and `weighted` return. All share the memory of one copy, in which each
+    begins at an aligned address."""
     batch = Batch.of(PROMPTS, RESPONSES, response_mask=response_mask)
     experience = _experience(batch)
     order = torch.tensor([2, 0, 1])
@@ -83,8 +84,10 @@ def test_minibatches_follow_the_given_order(
     for part, rows in zip(minibatches, order.tensor_split(min(count, 3)), strict=True):
         wanted = experience.select(rows).weighted("seq-mean-token-mean")
         torch.testing.assert_close(tensors_of(part), tensors_of(wanted), rtol=0, atol=0)
-    memory = {part.old_values.untyped_storage().data_ptr() for part in minibatches}
-    assert len(memory) == 1
+    for name in ("old_values", "returns", "token_weights"):
+        tensors = [getattr(part, name) for part in minibatches]
+        assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
+        assert all(x.data_ptr() % ALIGNMENT == 0 for x in tensors)
     assert experience.token_weights is None
 
 

@@ -32,8 +32,8 @@ def test_each_step_reads_the_next_blocks(tmp_path: Path) -> None:
     """An iteration that does not train the policy reads none."""
     data = tiny.saved_text(tmp_path / "text.jsonl")
     options = {"ptx_coef": 1.0, "ptx_data": data, "ptx_batch_size": 3}
-    for kl_loss_coef, steps in ((0.0, 0), (0.1, 4)):
-        trainer = make_trainer(tmp_path, **options, kl_loss_coef=kl_loss_coef)
+    for warmup, steps in ((1, 0), (0, 4)):
+        trainer = make_trainer(tmp_path, **options, value_warmup_iterations=warmup)
         batch = tiny.random_batch()
         experience, _ = experience_of(trainer, batch, torch.ones(len(batch)))
         metrics = trainer.update(experience, trainer.begin_iteration())

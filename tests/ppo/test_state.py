@@ -41,7 +41,6 @@ def _used(config: PPOConfig) -> RunState:
     state.step_control.adaptive.rate = 3e-4
     state.coefficient_control.update({"kl": 60.0, "entropy": 1.0}, 16, Trained())
     state.score_scale.update(torch.tensor([1.0, 2.0, 6.0]))
-    state.usual_scores.add(0.4)
     for kl in (1.0, 2.0, 4.0):
         state.watch({"kl": kl})
     return state

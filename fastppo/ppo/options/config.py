@@ -128,7 +128,7 @@ class PPOConfig(
         """
         if self.step_kl is not None:
             return self.step_kl
-        return round(min(0.05, 0.025 * math.sqrt(self.rollout_batch_size / 64)), 3)
+        return round(min(0.04, 0.02 * math.sqrt(self.rollout_batch_size / 64)), 3)
 
     @property
     def entropy_target(self) -> float | None:
@@ -286,7 +286,7 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             f"ppo_epochs, {config.ppo_epochs}, got {config.critic.epochs}",
         ),
         (
-            warms_up and not config.is_used("vf_coef"),
+            warms_up and not config.fits_value_head and not config.is_used("vf_coef"),
             "value_warmup_iterations trains only the value function, so vf_coef must be > 0",
         ),
         (
@@ -303,9 +303,8 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             "value_head=gradient",
         ),
         (
-            is_critic_free and (config.is_used("vf_coef") or config.value_model != "shared"),
-            f"vf_coef must be 0 and value_model=shared with advantage={advantage}, which has no "
-            "value function",
+            is_critic_free and config.value_model != "shared",
+            f"value_model must be shared with advantage={advantage}, which has no value function",
         ),
         (
             is_group and config.samples_per_prompt < 2,

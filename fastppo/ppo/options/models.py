@@ -55,8 +55,9 @@ class ValueOptions(Options):
 
     value_model: Literal["shared", "detached", "critic"] = option(
         "shared",
-        "shared: a value head whose loss also trains the policy's trunk; detached: a value head "
-        "whose loss does not; critic: a separate model",
+        "shared: a value head on the policy's trunk, which the value loss of a head with "
+        "value_head=gradient also trains; detached: its loss does not train the trunk; critic: a "
+        "separate model",
     )
     critic_model: str | None = option(
         None,
@@ -80,7 +81,12 @@ class ValueOptions(Options):
     value_warmup_iterations: int = option(
         0, "Number of first iterations that train only the value function", minimum=0
     )
-    vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
+    vf_coef: float = option(
+        0.5,
+        "Weight of the value loss, which is divided by the variance of the returns",
+        minimum=0,
+        needs="value_model=critic or value_head=gradient",
+    )
     value_clip: float | None = option(
         None, "Clip the change of a value in an iteration to this range, in reward units", above=0
     )

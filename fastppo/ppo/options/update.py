@@ -26,7 +26,7 @@ SCHEDULED = (
     "early_stop_kl",
     "step_kl",
 )
-"""Options that `schedules` may change; a learning rate in numbers has `lr_schedule`."""
+"""Options that `schedules` may change; the learning rate has `lr_schedule`."""
 
 
 class Schedule(NamedTuple):
@@ -189,7 +189,7 @@ class AdvantageOptions(Options):
         "gae",
         "Advantage estimator. gae; turn_gae is GAE over turns; sequence is R − V(prompt) for every "
         "token. Without a value function: reinforce is the reward to go; rloo is R − the mean of "
-        "the prompt's other samples; group is GRPO's (R − mean)/(std + 1e-4) over the prompt's "
+        "the prompt's other samples; group is GRPO's (R − mean)/std over the prompt's "
         "samples. Or your function: file.py:function, package.module:function",
     )
     lam_alpha: float | None = option(
@@ -221,9 +221,9 @@ class OptimizerOptions(Options):
     )
     step_kl: float | None = option(
         None,
-        "Target KL of an update to the rollout policy, in nats per token. The default is 0.025 for "
-        "a rollout_batch_size of 64 and grows with its square root up to 0.05. The target falls "
-        "with the policy's entropy",
+        "Target KL of an update to the rollout policy at an entropy of one nat, both per token; it "
+        "grows with the square root of the entropy. The default is 0.02 for a rollout_batch_size "
+        "of 64, and grows with its square root up to 0.04",
         above=0,
         needs="learning_rate=auto",
     )
@@ -236,14 +236,13 @@ class OptimizerOptions(Options):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
         "constant",
-        "Schedule of the learning rate after the warmup: constant, or a decay to 0 over the run",
-        needs="learning_rate!=auto or value_learning_rate",
+        "Schedule of the learning rate after the warmup: constant, or a decay to 0 over the run. "
+        "With learning_rate=auto it is a factor of the adapted rate",
     )
     warmup_steps: int = option(
         0,
-        "Number of optimizer steps of linear warmup",
+        "Number of optimizer steps of linear warmup, also a factor with learning_rate=auto",
         minimum=0,
-        needs="learning_rate!=auto or value_learning_rate",
     )
     optimizer: str | Literal["adamw"] = option(
         "adamw",

@@ -49,7 +49,7 @@ from fastppo.data.text import block_tokens
 from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
-from fastppo.models.trunk import hidden_states, last_states, layers_of
+from fastppo.models.trunk import hidden_states, last_states, layers_of, trunk_of
 from fastppo.plugins.loading import FUNCTION
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.engines import ENGINES
@@ -229,7 +229,7 @@ class Process:
             cache = GrowingCache(self.policy.config, self.policy.compute_dtype)
             ids = torch.zeros(rows, run.prompt_tokens, dtype=torch.int64)
             positions = torch.arange(run.prompt_tokens).expand(rows, -1)
-            trunk = self.policy.causal_lm.base_model
+            trunk = trunk_of(self.policy.causal_lm)
             last_states(trunk, ids, attention_mask=None, position_ids=positions, cache=cache)
             at_prompts = reserved_bytes(cache)
             casts = self.live.bytes - before - at_prompts  # of weights, for the whole rollout
@@ -304,7 +304,7 @@ class Process:
         ids = torch.zeros(self.rows_of_text(), block_tokens(self.run.context), dtype=torch.int64)
         before = self.live.bytes
         with self.policy.autocast():
-            text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
+            text = hidden_states(trunk_of(self.policy.causal_lm), ids).flatten(0, 1)
             return self.live.bytes - before, self.loss_bytes(text, buffers=2)
 
     def rows_of_text(self) -> int:
@@ -438,7 +438,7 @@ class Process:
     def gathered(self) -> int:
         """Return the bytes of the lm-head and the two largest layers, with their gradients."""
         model = self.policy.causal_lm
-        layers = [bytes_with_gradients(layer) for layer in layers_of(model.base_model)]
+        layers = [bytes_with_gradients(layer) for layer in layers_of(trunk_of(model))]
         return bytes_with_gradients(model.get_output_embeddings()) + sum(sorted(layers)[-2:])
 
 

@@ -15,7 +15,7 @@ from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.ppo.parts import Parts
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.agreement import rounding_tolerance
 from fastppo.run.options import unused
 
@@ -89,10 +89,18 @@ def check_on_policy(
         fresh_reference: reference with the weights of the policy; None skips its check.
 
     Raises:
-        RuntimeError: names the check that fails, and by how much.
+        RuntimeError: names the check that fails, and by how much, or why nothing was generated.
     """
-    with random_state_restored():
-        rollout = engine.generate(prompts.token_ids, sampling.shortened(CHECKED_TOKENS))
+    try:
+        with random_state_restored():
+            rollout = engine.generate(prompts.token_ids, sampling.shortened(CHECKED_TOKENS))
+    except (RolloutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model may fail in any way with a cache
+        raise RuntimeError(
+            f"self-check: {type(engine).__name__} cannot generate with "
+            f"{type(model.causal_lm).__name__}: {type(error).__name__}: {error}"
+        ) from error
     batch = Batch.of(prompts.token_ids, rollout.tokens, model.device)
     logprobs = model.evaluate(batch, **config.softmax).logprobs
     tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)

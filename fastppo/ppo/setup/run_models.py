@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from fastppo.models import quantized
 from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
+from fastppo.models.head import lm_head_of
 from fastppo.models.multimodal import freeze, language_trunk, not_quantized
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
@@ -22,7 +23,7 @@ from fastppo.models.pretrained import (
     model_config,
 )
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.trunk import checkpoint_activations
+from fastppo.models.trunk import checkpoint_activations, trunk_of
 from fastppo.models.value import (
     CriticValue,
     DetachedValue,
@@ -122,8 +123,8 @@ def make_value_function(
     Raises:
         ValueError: the critic cannot be loaded.
     """
-    trunk: Any = causal_lm.base_model
-    width = causal_lm.get_output_embeddings().weight.shape[1]
+    trunk: Any = trunk_of(causal_lm)
+    width = lm_head_of(causal_lm).weight.shape[1]
     if config.value_model == "shared":
         return SharedValue(trunk, width)
     if config.value_model == "detached":
@@ -150,7 +151,7 @@ def make_critic(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
     else:
         model = loader.causal_lm(name, "critic_model")
         freeze(model)
-        critic = CriticValue(model.base_model, model.get_output_embeddings().weight.shape[1])
+        critic = CriticValue(trunk_of(model), lm_head_of(model).weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)
     return critic

@@ -12,6 +12,7 @@ from fastppo.models.device import device_name
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.algorithm_line import algorithm_line
 from fastppo.ppo.setup.checks import odd_options
 from fastppo.ppo.setup.dry_run import MADE_UP
 from fastppo.ppo.setup.preflight import RunInputs, replaced_prompts
@@ -75,6 +76,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
     turns = config.max_turns if config.environment else 1
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     lines += [
+        ("trained by", algorithm_line(config)),
         (
             "an iteration",
             f"{counted(config.rollout_batch_size, 'response')} of at most {longest} tokens to "
@@ -89,7 +91,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
         ("written to", config.output_dir),
     ]
     if holds_run(config.output_dir) and not config.resume:
-        lines.append(("", "it holds a run already: resume it, or choose another output_dir"))
+        lines.append(("", "it holds a run already: resume it, or choose another --output_dir"))
     lines += [("warning", sentence) for sentence in [*unused(config), *odd_options(config)]]
     default = PPOConfig().to_dict()
     shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
@@ -148,6 +150,7 @@ def banner(ppo: PPO) -> list[str]:
         f"model    {name}: {count:,} parameters with the value function, {trained:,} trained",
         f"prompts  {prompts}",
         f"rewards  {rewards}",
+        f"trains   by {algorithm_line(config)}",
         f"run      {left}, {responses} of at most {longest} tokens each",
         f"writes   {config.output_dir}",
     ]
