@@ -81,7 +81,7 @@ class ValueHead:
         """Finish the fit.
 
         Args:
-            numbers: those of `begin_fit`; empty if the update was undone.
+            numbers: those of `begin_fit`.
         """
 
     def tensors(self) -> dict[str, Tensor]:

@@ -142,9 +142,9 @@ def make_model(vocabulary: int, image_token_id: int) -> Idefics3ForConditionalGe
         },
         scale_factor=MERGED,
         image_token_id=image_token_id,
-        pad_token_id=0,
         tie_word_embeddings=False,
     )
+    config.pad_token_id = 0
     model = Idefics3ForConditionalGeneration(config)
     model.generation_config.eos_token_id = 1
     return model

@@ -156,14 +156,3 @@ def test_a_retry_replaces_what_the_head_observed(minibatch: int, tmp_path: Path)
     assert _observed(retried)[-2, -2] == experience.batch.response_count
     assert torch.equal(_observed(retried), _observed(direct))
     assert all(map(torch.equal, weights_of(retried), weights_of(direct)))
-
-
-def test_an_update_that_is_too_far_fits_no_head(tmp_path: Path) -> None:
-    options = {"learning_rate": "auto", "step_kl": 1e-3, "ppo_epochs": 4}
-    trainer = make_trainer(tmp_path, **options)
-    trainer.step_control.adaptive.rate = 5e-2  # type: ignore[attr-defined]
-    before = weights_of(trainer)
-    metrics = trainer.update(first_experience(trainer), trainer.begin_iteration())
-    assert metrics["undone"] == 1
-    assert trainer.value_head.tensors() == {}
-    assert all(map(torch.equal, before, weights_of(trainer)))

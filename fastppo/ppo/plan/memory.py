@@ -15,7 +15,6 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
                        saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
-    weights before     the copy that undoes an update, for learning_rate=auto on a CPU
     KV cache           at its longest; none with vLLM servers
     vLLM               vLLM's share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
@@ -371,9 +370,6 @@ class Process:
         if self.run.is_sharded:
             masters = 0
         parts = {"fp32 masters": masters, "optimizer states": states // self.run.shards}
-        if self.run.device.type == "cpu" and self.config.is_adaptive:
-            # On a GPU, this copy is in the host's memory.
-            parts["weights before"] = self.gradient_bytes
         parts["spare buffers"] = self.spare_bytes()
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
