@@ -140,6 +140,29 @@ def _predicted(devices: Sequence[Results]) -> str:
             "once (three). The last column quotes the authors' numbers for the card they name. "
             f"V and H: {models}.",
             table(rows[0], rows[1:]),
+            _predicted_decoding(),
+        ]
+    )
+
+
+def _predicted_decoding() -> str:
+    rows = predictions.decoding_table()
+    return "\n\n".join(
+        [
+            "### Decoding, predicted",
+            f"Tokens per second of {predictions.DECODED_ROWS} rows with {predictions.CONTEXT} "
+            "tokens in the cache of each, on an H100. A step reads the weights and the cache once "
+            f"in bf16, at {predictions.PEAK / 1e12:.2f} TB/s (data sheet) to "
+            f"{predictions.CARDS[0].copy / 1e12:.1f}, and the host needs "
+            f"{predictions.LAUNCH * 1e6:.0f} µs per launch (assumed). The launches of the decoder "
+            "were counted on a simulated device, under autocast. Because of them the decoder is "
+            "more than ten times slower than one graph for the small model, and up to twice for "
+            "the large one. So on a GPU take `rollout: vllm`, or `rollout: generate`, for which "
+            "transformers compiles a step over its static cache into one CUDA graph, for models "
+            "of up to a few billion parameters. The decoder has no graph of its own: its rows "
+            "leave and its cache grows, so the shapes change, and what a graph computes could not "
+            "be checked without a GPU.",
+            table(rows[0], rows[1:]),
         ]
     )
 

@@ -8,7 +8,8 @@
 # Results go to $OUT, at most eight files per command. suite.json and training.json are files of
 # pytest-benchmark for benchmarks/results. Each stage has its own time limit, and an interrupted
 # pytest saves what it has measured.
-# TINY=1 runs all stages at toy size on a CPU, to test the script.
+# TINY=cpu or TINY=cuda runs the stages at toy size on that device, to test the script. A CPU leaves
+# out the GPU tests and the demo.
 set -u -o pipefail
 step=${1:?1, 2 or 3}
 out=${OUT:-runs/on_a_gpu}; mkdir -p "$out"
@@ -16,8 +17,8 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
 scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
-tiny=${TINY:+--tiny --device cpu}
-device=cuda; [ -n "${TINY:-}" ] && device=cpu
+tiny=${TINY:+--tiny --device $TINY}
+device=${TINY:-cuda}
 part() { timeout "$1" "$python" -m benchmarks.on_a_gpu "$2" --seconds "$(($1 - 20))" $tiny 2>&1 | tee "$out/$2.txt"; }
 suite() {  # NAME SECONDS EXPRESSION: run these tests of the suite
   local name=$1 left=$2 tests=$3
@@ -36,9 +37,9 @@ case $step in
   say "tests that need a GPU"
   # 12 processes, since most of the time goes to compilation. An interrupted pytest still lists
   # failures.
-  [ -n "${TINY:-}" ] || timeout -s INT -k 15 430 "$python" -m pytest -q -m gpu -n 12 -p no:cacheprovider \
+  [ "$device" = cpu ] || timeout -s INT -k 15 430 "$python" -m pytest -q -m gpu -n 12 -p no:cacheprovider \
     tests/kernels tests/ppo/test_trainer.py --durations 8 > "$out/tests.txt" 2>&1
-  [ -n "${TINY:-}" ] || grep -E '^(FAILED|ERROR)|passed|failed' "$out/tests.txt" | cut -c1-180 | tail -40
+  [ "$device" = cpu ] || grep -E '^(FAILED|ERROR)|passed|failed' "$out/tests.txt" | cut -c1-180 | tail -40
   ;;
 2)
   say "row kernels"
@@ -56,7 +57,7 @@ gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_secto
   ;;
 3)
   say "the demo"
-  [ -n "${TINY:-}" ] || { timeout 100 "$python" -m fastppo demo --device "$device" --output_dir "$scratch/demo" \
+  [ "$device" = cpu ] || { timeout 100 "$python" -m fastppo demo --device "$device" --output_dir "$scratch/demo" \
     > "$out/demo.txt" 2>&1; echo "exit $?"; tail -6 "$out/demo.txt" | cut -c1-160; }
   say "a 0.5B trainer"
   part 300 trainer

@@ -22,6 +22,8 @@ from benchmarks.results import Results
 from benchmarks.shapes import MODELS, Model
 from benchmarks.units import seconds
 
+NOT_MEASURED = "not measured"
+
 MATMUL_RATES = (700e12, 750e12)
 """FLOP/s of bf16 products inside an operation, from the best peers' times on these cards: 8·N·H·V
 in 50.2 ms and 6·N·H·V in 34.4 ms (`HEAD_PEERS`)."""
@@ -176,6 +178,60 @@ def whitening(batch: int, length: int, card: Card) -> Range:
     return Range(5 * tokens / card.copy, 9 * tokens / card.copy)
 
 
+# ---------------------------------------------------------------------------------------- decoding
+
+PEAK = 3.35e12
+"""Bytes read per second by an H100, from its data sheet; the low end of a step."""
+LAUNCH = 5e-6
+"""Seconds of the host for one launch from PyTorch; assumed."""
+DECODED_ROWS = 64
+CONTEXT = 512
+"""Tokens in the cache of each row, the mean over a response."""
+FIXED_LAUNCHES = 21
+LAYER_LAUNCHES = 43
+"""Launches of the decoder per token, and per token and layer, for prompts of one length under
+autocast, counted on a simulated device."""
+
+
+def decoding_bytes(model: Model, rows: int, context: int) -> tuple[int, int]:
+    """Return the bytes of (weights, KV cache) in bf16 that a decoding step reads."""
+    head = model.hidden // model.heads
+    attention = 2 * model.hidden * (model.heads + model.kv_heads) * head
+    products = model.layers * (attention + 3 * model.hidden * model.intermediate)
+    cache = 2 * rows * context * model.layers * model.kv_heads * head
+    return 2 * (products + model.vocab * model.hidden), 2 * cache
+
+
+def decoding_step(model: Model, launches: int) -> Range:
+    """Predict the seconds of a decoding step on an H100: what is read, and the launches.
+
+    At the low end the device works while the host launches, at the high end one waits for the
+    other.
+    """
+    read = sum(decoding_bytes(model, DECODED_ROWS, CONTEXT))
+    host = launches * LAUNCH
+    return Range(max(read / PEAK, host), read / CARDS[0].copy + host)
+
+
+def decoding_table() -> list[list[str]]:
+    """Return a header and a row per model."""
+    header = ["model", "read per step", "launches", "decoder", "a step in one CUDA graph"]
+    cells = [[*header, "measured"]]
+    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"):
+        model = MODELS[name]
+        weights, cache = decoding_bytes(model, DECODED_ROWS, CONTEXT)
+        launches = FIXED_LAUNCHES + LAYER_LAUNCHES * model.layers
+        speeds = [_tokens_per_second(decoding_step(model, count)) for count in (launches, 1)]
+        read = f"{weights / 1e9:.2f} GB of weights, {cache / 1e9:.2f} GB of cache"
+        cells.append([name, read, str(launches), *speeds, NOT_MEASURED])
+    return cells
+
+
+def _tokens_per_second(step: Range) -> str:
+    low, high = DECODED_ROWS / step.high, DECODED_ROWS / step.low
+    return f"{low / 1000:.1f} to {high / 1000:.1f} k"
+
+
 # --------------------------------------------------------------------------------------- the table
 
 
@@ -254,7 +310,6 @@ def works() -> list[Work]:
 
 
 HEADER = ["operation", *(card.name for card in CARDS), "published by others", "measured"]
-NOT_MEASURED = "not measured"
 
 
 def table(devices: Sequence[Results]) -> list[list[str]]:

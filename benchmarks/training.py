@@ -262,10 +262,14 @@ def _make_experience(
 def _update(
     learner: _Learner, ids: Tensor, prompt: int, microbatch: int, scores: Tensor
 ) -> dict[str, Tensor]:
-    """Run a PPO update as tutorials write it. Gradients stay in the parameters."""
+    """Run a PPO update as tutorials write it, with values in units of the returns' deviation.
+
+    Gradients stay in the parameters.
+    """
     parts = list(ids.split(microbatch))
     old, _, advantages, returns = _make_experience(learner, parts, prompt, scores)
     n = old.numel()
+    scale = returns.std(correction=0)
     sums: dict[str, Tensor] = {}
     for part, old_part, advantage, target in zip(
         parts,
@@ -279,9 +283,9 @@ def _update(
         ratio = torch.exp(logprobs - old_part)
         clipped = ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
         policy = -torch.minimum(ratio * advantage, clipped * advantage).sum() / n
-        values = learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1)
+        values = scale * learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1)
         value = 0.5 * ((values - target) ** 2).sum() / n
-        (policy - ENTROPY_COEF * entropy.sum() / n + VF_COEF * value).backward()
+        (policy - ENTROPY_COEF * entropy.sum() / n + VF_COEF * value / scale**2).backward()
         metrics = {"policy_loss": policy, "value_loss": value, "entropy": entropy.sum() / n}
         for name, x in metrics.items():
             sums[name] = sums.get(name, torch.zeros_like(x)) + x.detach()
@@ -362,6 +366,7 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
 
     def ours(inputs: Inputs) -> Outputs:
         lab.open(inputs["scores"].device)
+        lab.trainer.value_head.moments = None  # the scale is that of these returns alone
         metrics = lab.trainer.step(
             inputs["prompts"].tolist(), inputs["responses"].tolist(), inputs["scores"]
         )

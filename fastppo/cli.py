@@ -27,9 +27,6 @@ from fastppo.parser import COMMANDS, Command, Parsed, build_parser, parse, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROMPT_TOKENS = 512
-"""Default prompt length of `fastppo plan`, which does not read the prompts."""
-
 WRONG_INPUT = 2
 """Exit code of a wrong option or input, as argparse's."""
 
@@ -52,7 +49,7 @@ BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PRO
     flags={
         "--output_dir": {"metavar": "DIR", "help": "directory of the run (default: runs/demo)"},
         "--seed": {"type": int, "help": "seed of data, models and sampling (default: 0)"},
-        "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
+        "--device": {"help": "auto (a CUDA GPU if there is one), cpu, cuda, mps (default: auto)"},
         "--iterations": {"type": int, "help": "PPO iterations (default: 40)"},
     },
 )
@@ -216,7 +213,7 @@ def check(config: Any) -> None:
     flags={
         "checkpoint": {"metavar": "CHECKPOINT", "help": "for example runs/ppo/checkpoint-000050"},
         "out": {"metavar": "OUT", "help": "directory of the policy"},
-        "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
+        "--device": {"help": "auto (a CUDA GPU if there is one), cpu, cuda, mps (default: auto)"},
     },
 )
 def export(checkpoint: str, out: str, device: str = "auto") -> None:
@@ -232,7 +229,7 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
 
 
 @Command(
-    help="Estimate the memory of `fastppo train` by part and phase, from config.json",
+    help="Estimate the memory of `fastppo train` by part and phase, without its weights",
     description="fastppo plan --config run.yaml --processes 8 --memory 80",
     options="fastppo.ppo.options.config:PPOConfig",
     required=("model",),
@@ -245,7 +242,7 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
         "--prompt_tokens": {
             "type": int,
             "metavar": "INT",
-            "help": f"Length of a prompt, tokens (default: {PROMPT_TOKENS})",
+            "help": "Length of a prompt, tokens (default: the longest of --prompts, else 512)",
         },
         "--processes": {
             "type": int,
@@ -257,15 +254,22 @@ def export(checkpoint: str, out: str, device: str = "auto") -> None:
 def plan(
     config: Any,
     memory: float | None = None,
-    prompt_tokens: int = PROMPT_TOKENS,
+    prompt_tokens: int | None = None,
     processes: int = 1,
 ) -> None:
     from rich.console import Console
 
+    from fastppo.ppo.plan.changes import helpful_changes
     from fastppo.ppo.plan.plan import make_plan, show
+    from fastppo.ppo.plan.prompts import prompt_length
 
     _quiet_libraries()
-    show(make_plan(config, prompt_tokens, memory=memory, processes=processes), Console())
+    source = ""
+    if prompt_tokens is None:
+        prompt_tokens, source = prompt_length(config)
+    made = make_plan(config, prompt_tokens, memory=memory, processes=processes)
+    made.notes.extend(filter(None, [source]))
+    show(made, Console(), [] if made.fits else helpful_changes(made))
 
 
 @Command(
@@ -289,20 +293,30 @@ def generate(config: Any) -> None:
 
 
 @Command(
-    help="Rebuild the HTML report of a run",
-    description="Rebuild report.html from the records of a run directory. To compare runs, use "
-    "TensorBoard: tensorboard --logdir runs",
+    help="Rebuild the HTML report of a run, or compare several runs",
+    description="With one run directory, rebuild its report.html. With several, write their curves "
+    "over each other and the options that differ to comparison.html.",
     flags={
-        "run": {"metavar": "RUN", "help": "run directory, for example runs/ppo"},
-        "--output": {"metavar": "FILE", "help": "output file (default: report.html in the run)"},
+        "runs": {
+            "metavar": "RUN",
+            "nargs": "+",
+            "help": "run directory, for example runs/ppo; several to compare them",
+        },
+        "--output": {
+            "metavar": "FILE",
+            "help": "output file (default: report.html in the run, or comparison.html in the "
+            "folder that holds the runs)",
+        },
     },
 )
-def report(run: str, output: str | None = None) -> None:
-    if not Path(run).is_dir():
-        raise ValueError(f"{run}: no such directory; expected the directory of a run")
+def report(runs: list[str], output: str | None = None) -> None:
+    for run in runs:
+        if not Path(run).is_dir():
+            raise ValueError(f"{run}: no such directory; expected the directory of a run")
+    from fastppo.run.report.comparison import write_comparison
     from fastppo.run.report.report import write_report
 
-    print(write_report(run, output))
+    print(write_comparison(runs, output) if len(runs) > 1 else write_report(runs[0], output))
 
 
 @Command(help="Time every kernel and its baselines", takes_more=True)
@@ -310,8 +324,13 @@ def bench(arguments: list[str]) -> int:
     return benchmark_suite().main(arguments, prog="fastppo bench")
 
 
-def benchmark_suite() -> Any:
-    """Import `benchmarks`, which is in a clone of the repository and not in the wheel.
+@Command(help="Compare a loss or advantage function of yours with the papers", takes_more=True)
+def conformance(arguments: list[str]) -> int:
+    return benchmark_suite("conformance.__main__").main(arguments, prog="fastppo conformance")
+
+
+def benchmark_suite(module: str = "__main__") -> Any:
+    """Import a module of `benchmarks`, which is in a clone of the repository and not in the wheel.
 
     Raises:
         ImportError: the package is not installed from a clone.
@@ -319,11 +338,11 @@ def benchmark_suite() -> Any:
     if not (CHECKOUT / "benchmarks" / "__main__.py").is_file():
         raise ImportError(
             "the benchmark suite is not in the wheel: clone the repository, run "
-            "`pip install -e '.[bench]'` there, and `fastppo bench` again"
+            "`pip install -e '.[bench]'` there, and the command again"
         )
     if str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
-    return importlib.import_module("benchmarks.__main__")
+    return importlib.import_module(f"benchmarks.{module}")
 
 
 # -------------------------------------------------------------------------------------- the program

@@ -38,7 +38,7 @@ class GenerateConfig(TurnOptions):
     seed: int = option(
         0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1
     )
-    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    device: str = option("auto", "auto (a CUDA GPU if there is one), cpu, cuda, cuda:1, …, mps")
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Dtype of the weights; checkpoints keep the dtype of their run"
     )

@@ -178,6 +178,22 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """Our options by the other project's name. A command answers with those that it has."""
 
+ANSWERS: dict[str, str] = {
+    "disable_dropout": "dropout is always off",
+    "log_completions": "samples.jsonl and the report always have samples",
+    "logging_dir": "records are always in output_dir",
+    "logging_steps": "every iteration is logged",
+    "logging_strategy": "every iteration is logged",
+    "save_total_limit": "the newest two checkpoints are kept, and the best with checkpoint_best",
+    "use_cpu": "use device: cpu",
+}
+"""Why another project's option is not needed, or how to write it here."""
+
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "lr_schedule": {"constant_with_warmup": "constant, with warmup_steps"},
+}
+"""By option: our value for another project's."""
+
 WITHOUT = {
     # TRL: PPOConfig
     "dataset_num_proc",
@@ -192,12 +208,10 @@ WITHOUT = {
     # TRL: GRPOConfig
     "cache_implementation",
     "cast_lm_head_to_fp32",
-    "disable_dropout",
     "entropy_coef_delta",
     "entropy_coef_max",
     "entropy_coef_min",
     "generation_kwargs",
-    "log_completions",
     "log_completions_hub_repo",
     "log_multimodal",
     "log_unique_prompts",

@@ -26,6 +26,9 @@ EPILOG = (
 FLAG_WIDTH = 32
 """Columns of a flag and its value in help texts."""
 
+DEFAULT = "default"
+"""Value of a flag that sets the option to its default, whatever the YAML file has."""
+
 COMMANDS: dict[str, Command] = {}
 """All commands by name, in the order of the help."""
 
@@ -129,7 +132,10 @@ def build_parser(command_in_use: str | None = None) -> tuple[Parser, dict[str, P
     for name, command in COMMANDS.items():
         description = command.description or f"{command.help}."
         if command.options:
-            description += f"\n\n{command.help}.\nFlags override the options of a YAML file."
+            description += (
+                f"\n\n{command.help}.\nFlags override the options of a YAML file; "
+                f"`--OPTION {DEFAULT}` unsets one."
+            )
         parsers[name] = subparsers.add_parser(
             name,
             help=command.help,
@@ -138,8 +144,8 @@ def build_parser(command_in_use: str | None = None) -> tuple[Parser, dict[str, P
             else command.usage,
             description=description,
             formatter_class=_raw_formatter if command.options else argparse.HelpFormatter,
-            # `bench` forwards --help to the benchmark suite; options have _SectionHelp.
-            add_help=name != "bench" and not command.options,
+            # `bench` and `conformance` forward --help; options have _SectionHelp.
+            add_help=name not in ("bench", "conformance") and not command.options,
         )
         if name != command_in_use:
             continue
@@ -197,12 +203,12 @@ def _value_keywords(hint: Any, choices: Sequence[str] = ()) -> dict[str, Any]:
     from fastppo.run.options import inner_type
 
     if choices:
-        return {"choices": choices, "metavar": "|".join(choices)}
+        return {"metavar": "|".join(choices)}
     hint, words = inner_type(hint)
     if get_origin(hint) is Mapping:
         return {"metavar": "YAML"}
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "metavar": "|".join(get_args(hint))}
+        return {"metavar": "|".join(get_args(hint))}
     metavars = {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}
     if get_origin(hint) is Sequence:
         return {"nargs": "*", "metavar": metavars[get_args(hint)[0]]}
@@ -259,9 +265,11 @@ def _make_options(options: type[Options], file: str | None, values: dict[str, An
     """Return the options of a YAML file, overridden by the values of flags."""
     from fastppo.run.options import read_yaml
 
+    unset = {name for name, value in values.items() if value in (DEFAULT, [DEFAULT])}
+    values = {name: value for name, value in values.items() if name not in unset}
     if file is None:
         return options(**values)
-    read = read_yaml(file, options)
+    read = {name: value for name, value in read_yaml(file, options).items() if name not in unset}
     try:
         return options(**read | values)
     except ValueError as error:

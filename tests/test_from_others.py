@@ -13,7 +13,7 @@ import tiny
 import yaml
 
 from fastppo import cli
-from fastppo.other_names import OPTIONS, WITHOUT
+from fastppo.other_names import ANSWERS, OPTIONS, WITHOUT
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.run.options import read_yaml
 
@@ -125,9 +125,19 @@ def test_an_option_without_a_counterpart_gets_no_suggestion() -> None:
                 none |= _quoted(row[0]) - OPTIONS.keys()
     assert len(none) > 40
     of_transformers = {"local_rank", "optim_target_modules"}
-    assert none >= WITHOUT - of_transformers
-    for name in none | of_transformers:
+    assert none | ANSWERS.keys() >= WITHOUT - of_transformers
+    for name in (none | of_transformers) - ANSWERS.keys():
         assert PPOConfig.unknown(name) == f"no option {name!r}"
+
+
+def test_an_option_that_is_not_needed_is_answered_with_the_reason(capsys) -> None:
+    named = _quoted((ROOT / "docs" / "from-trl.md").read_text("utf-8"))
+    for name, answer in ANSWERS.items():
+        assert name in named
+        assert PPOConfig.unknown(name) == f"no option {name!r}: {answer}"
+    with pytest.raises(ValueError, match=r"lr_schedule.*constant, with warmup_steps"):
+        PPOConfig(lr_schedule="constant_with_warmup")
+    assert PPOConfig(report_to="none") == PPOConfig(report_to=["none"]) == PPOConfig()
 
 
 def test_an_unknown_flag_of_another_project_is_answered_with_ours(capsys) -> None:

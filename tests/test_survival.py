@@ -178,6 +178,7 @@ def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> Non
     assert reason in read_jsonl(folder.run / "parts.jsonl")[0]["ended"]
     report = html.unescape((folder.run / "report.html").read_text())
     assert f"Ended after 1 of 3 iterations: {reason}" in report
+    assert ("--resume force" in said) == reason.startswith("reward "), "its file will change"
     _, said = run(iterations=3, **options, resume="force")
     assert f"checkpoint-000001; the run had ended: {reason}" in said
 

@@ -21,9 +21,10 @@ class Difference:
 
 COLUMNS_COUNT = "V_next = V_{t+1} of the next column, masked or not"
 CLAMPED = "k3 clamped to ±10, without gradient beyond"
+NAN_PRODUCT = "−Σ p·log p, and 0·(−∞) is NaN"
 NAN_ENTROPY = "logsumexp(z) − Σ p·z, and 0·(−∞) is NaN"
 NAN_LOSS = "Σ loss·mask, and NaN·0 is NaN"
-UPPER_ONLY = "the detached min(r, 1 + ε); a lower bound is not offered"
+UPPER_ONLY = "the detached min(r, `epsilon_high`); a lower bound is not offered"
 MEAN_OF_MEANS = "the mean of the microbatches' token means"
 NAN = {"nan": ("loss", "gradient")}
 
@@ -35,9 +36,7 @@ def _whitened(formula: str, where: str, *names: str, **variant: Any) -> dict[str
 DIFFERENCES: dict[str, dict[str, Difference]] = {
     "TRL 1.12 (PPO)": {
         "entropy-masked-vocabulary": Difference(
-            "−Σ p·log p, and 0·(−∞) is NaN",
-            "trl/trainer/utils.py:557",
-            {"zero_times_infinity": True},
+            NAN_PRODUCT, "trl/trainer/utils.py:557", {"zero_times_infinity": True}
         ),
     },
     "TRL 1.16 (GRPO)": {
@@ -46,9 +45,7 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
             UPPER_ONLY, "trl/trainer/grpo_trainer.py:3110", {"no_lower_clip": True}
         ),
         "entropy-masked-vocabulary": Difference(
-            "−Σ p·log p, and 0·(−∞) is NaN",
-            "trl/trainer/utils.py:639",
-            {"zero_times_infinity": True},
+            NAN_PRODUCT, "trl/trainer/utils.py:639", {"zero_times_infinity": True}
         ),
     },
     "verl": {
@@ -99,6 +96,11 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
         "masked-nan": Difference(
             NAN_LOSS, "skyrl/backends/skyrl_train/utils/ppo_utils.py:1092", {"nan": ("loss",)}
         ),
+        "entropy-masked-vocabulary": Difference(
+            NAN_PRODUCT,
+            "skyrl/backends/skyrl_train/utils/torch_utils.py:103",
+            {"zero_times_infinity": True},
+        ),
         "value-token-mean": Difference(
             "the mean of the sequences' means",
             "skyrl/backends/skyrl_train/utils/ppo_utils.py:172",
@@ -106,14 +108,10 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
         ),
     },
     "AReaL": {
-        **_whitened(
-            "(x − mean)/(deviation + 1e-5), the deviation without Bessel's correction",
-            "areal/utils/functional/functional.py:53",
-            "whiten-mask",
-            "whiten-all",
-            "whiten-bessel",
-            bessel=False,
-            epsilon_of_deviation=1e-5,
+        "entropy-masked-vocabulary": Difference(
+            NAN_PRODUCT,
+            "areal/utils/functional/vocab_parallel.py:27",
+            {"zero_times_infinity": True},
         ),
         "kl-k3-large": Difference(CLAMPED, "areal/utils/data.py:1655", {"limit": 10.0}),
         "masked-nan": Difference(
@@ -151,6 +149,11 @@ DIFFERENCES: dict[str, dict[str, Difference]] = {
         "masked-nan": Difference(NAN_LOSS, "liger_kernel/chunked_loss/grpo_loss.py:231", NAN),
         "cispo-below": Difference(
             UPPER_ONLY, "liger_kernel/chunked_loss/grpo_loss.py:81", {"no_lower_clip": True}
+        ),
+    },
+    "ms-swift": {
+        "entropy-masked-vocabulary": Difference(
+            NAN_PRODUCT, "swift/rlhf_trainers/utils.py:665", {"zero_times_infinity": True}
         ),
     },
     "torchtune": {

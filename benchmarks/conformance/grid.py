@@ -70,7 +70,8 @@ def status(cells: Cells, name: str, fixture: str) -> str:
 
 
 def text(cells: Cells) -> str:
-    """Format the grid for a terminal: a row per fixture, and a line per difference."""
+    """Format the grid for a terminal: a row per fixture that was run, a line per difference."""
+    run = {fixture for column in cells.values() for fixture in column.cells}
     letters = {SAME: "=", DIFFERENT: "x", NOT_OFFERED: ".", NOT_INSTALLED: " ", NOT_RUN: "?"}
     width = max(map(len, fixtures()))
     lines = [
@@ -78,7 +79,7 @@ def text(cells: Cells) -> str:
         for i, name in enumerate(COLUMNS)
     ]
     lines.append(" " * width + "".join(f"{i + 1:3}" for i in range(len(COLUMNS))))
-    for fixture in fixtures():
+    for fixture in filter(run.__contains__, fixtures()):
         marks = "".join(f"  {letters[status(cells, name, fixture)]}" for name in COLUMNS)
         lines.append(f"{fixture:{width}}{marks}")
     lines.append("= same, x different definition, . not offered, ? not run, blank: not installed")

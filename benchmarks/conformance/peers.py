@@ -145,7 +145,7 @@ def trl_grpo() -> dict[str, Answer]:
                 reduce=lambda x, **_: x,
             ),
             args=SimpleNamespace(
-                delta=None,
+                delta=options.dual_clip,
                 use_bias_correction_kl=kl_weighted,
                 sapo_temperature_pos=tau_positive,
                 sapo_temperature_neg=tau_negative,
@@ -188,10 +188,6 @@ def trl_grpo() -> dict[str, Answer]:
         need(options.aggregation in TRL_LOSSES, "no loss type with this aggregation")
         sizes = {len(rows) for rows in options.microbatches or []}
         need(len(sizes) < 2, "all of its microbatches have the same number of sequences")
-        need(
-            options.dual_clip is None,
-            "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)",
-        )
 
         def loss(logprobs: Tensor, part: Inputs) -> Tensor:
             return loss_of(
@@ -517,6 +513,7 @@ def skyrl() -> dict[str, Answer]:
         typing.TypedDict = typing_extensions.TypedDict
     utils = module("skyrl.backends.skyrl_train.utils.ppo_utils")
     correction = module("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
+    statistics = module("skyrl.backends.skyrl_train.utils.torch_utils")
     config_module = module("skyrl.train.config")
 
     def gae(inputs: Inputs, gamma: float, lam: float) -> Mapping[str, Any]:
@@ -619,6 +616,17 @@ def skyrl() -> dict[str, Answer]:
             made = utils.compute_grpo_outcome_advantage(**given, grpo_norm_by_std=kind == "grpo")
         return {"advantages": made[0][:, 0]}
 
+    def token(inputs: Inputs, temperature: float) -> Mapping[str, Any]:
+        # Its model divides the logits by the temperature before either function.
+        logits = inputs["logits"] / temperature
+        shape = inputs["tokens"].shape
+        batch = logits.reshape(1, -1, logits.shape[-1])
+        tokens = inputs["tokens"].reshape(1, -1)
+        return {
+            "logprobs": statistics.logprobs_from_logits(batch, tokens).reshape(shape),
+            "entropy": statistics.chunked_entropy_from_logits(batch).reshape(shape),
+        }
+
     return {
         "gae": gae,
         "whiten": whiten,
@@ -628,6 +636,7 @@ def skyrl() -> dict[str, Answer]:
         ),
         "policy": policy,
         "value": value,
+        "token": token,
         "importance": importance,
         "group": group,
     }
@@ -639,11 +648,32 @@ def skyrl() -> dict[str, Answer]:
 def areal() -> dict[str, Answer]:
     functional = module("areal.utils.functional")
     estimators = module("areal.utils.data").KLEstimator
+    normalization = module("areal.utils.data").Normalization
+    norm_config = module("areal.api.cli_args").NormConfig
     rejection = module("areal.api.cli_args").RejectionSamplingConfig
 
     def whiten(inputs: Inputs, shift_mean: bool) -> Mapping[str, Any]:
-        need(shift_mean, "always subtracts the mean")
-        return {"whitened": functional.masked_normalization(inputs["x"], inputs.get("mask"))}
+        need(shift_mean, "without its mean, the deviation is that from 0")
+        normalize = normalization(norm_config(eps=1e-8))
+        return {"whitened": normalize(inputs["x"], inputs.get("mask"))}
+
+    def group(inputs: Inputs, kind: str, size: int) -> Mapping[str, Any]:
+        normalize = normalization(
+            norm_config(
+                mean_level="group",
+                mean_leave1out=kind == "rloo",
+                std_level="group" if kind == "grpo" else None,
+                group_size=size,
+                eps=1e-8,
+            )
+        )
+        return {"advantages": normalize(inputs["scores"])}
+
+    def token(inputs: Inputs, temperature: float) -> Mapping[str, Any]:
+        logprobs, entropy = functional.gather_logprobs_entropy(
+            inputs["logits"], inputs["tokens"], temperature
+        )
+        return {"logprobs": logprobs, "entropy": entropy}
 
     def kl(inputs: Inputs, estimator: str, ratio_weighted: bool = False) -> Mapping[str, Any]:
         need(not ratio_weighted, "no KL times the ratio")
@@ -725,7 +755,9 @@ def areal() -> dict[str, Answer]:
         "kl": kl,
         "policy": policy,
         "value": value,
+        "token": token,
         "importance": importance,
+        "group": group,
     }
 
 
@@ -775,10 +807,6 @@ def liger() -> dict[str, Answer]:
         options = Policy(**given)
         need(options.objective in ("clip", "gspo", "cispo", "sapo"), "no loss type with this mask")
         need(options.aggregation in losses, "no loss type with this aggregation")
-        need(
-            options.dual_clip is None,
-            "`delta` bounds the ratio whatever the sign of A (INTELLECT-2)",
-        )
         tau_positive, tau_negative = options.tau or (1.0, 1.0)
 
         def loss(logprobs: Tensor, part: Inputs) -> Tensor:
@@ -799,6 +827,7 @@ def liger() -> dict[str, Answer]:
                 vllm_is_ratio=part.get("importance_weights"),
                 sapo_temperature_pos=tau_positive,
                 sapo_temperature_neg=tau_negative,
+                delta=options.dual_clip,
             )[0]
 
         return policy_outputs(loss, inputs, options)
@@ -829,6 +858,7 @@ def liger() -> dict[str, Answer]:
 
 def swift() -> dict[str, Answer]:
     compute_advantages = module("swift.rl_core.advantage").compute_advantages
+    entropy_from_logits = module("swift.rlhf_trainers.utils").entropy_from_logits
 
     def group(inputs: Inputs, kind: str, size: int) -> Mapping[str, Any]:
         advantages, _ = compute_advantages(
@@ -840,7 +870,10 @@ def swift() -> dict[str, Answer]:
         )
         return {"advantages": advantages}
 
-    return {"group": group}
+    def token(inputs: Inputs, temperature: float) -> Mapping[str, Any]:
+        return {"entropy": entropy_from_logits(inputs["logits"] / temperature)}
+
+    return {"group": group, "token": token}
 
 
 # ---------------------------------------------------------------------------------------- torchtune

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch, on_device, spans, starts
+from fastppo.data.batch import Batch, in_one_copy, spans, starts
 from fastppo.data.world import World
 
 
@@ -147,11 +147,16 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
     begin = starts(lengths[order])[place]
     own = assignment.ranks[world.rank]
     own_rows = torch.cat(own) if own else torch.arange(0)
+    run = assignment.of_rank(world.rank)
+    run_rows = torch.cat(run)
+    positions, sequence_order, token_order = in_one_copy(
+        [batch.positions(run_rows), place, spans(begin, lengths)], batch.device
+    )
     return MicrobatchPlan(
-        batches=[batch.select(part) for part in assignment.of_rank(world.rank)],
+        batches=batch.select(run_rows, positions).split([len(part) for part in run]),
         world=world,
         own_sequences=len(own_rows),
         own_tokens=int(lengths[own_rows].sum()),
-        sequence_order=on_device(place, batch.device),
-        token_order=on_device(spans(begin, lengths), batch.device),
+        sequence_order=sequence_order,
+        token_order=token_order,
     )

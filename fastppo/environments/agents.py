@@ -8,9 +8,15 @@ environment: chat:agent.py:run
         return reward
 
 The function, or coroutine function, is called once per response, with `base_url`, `api_key`,
-`prompt` and the columns of the row that it names. The key identifies the session. A session is one
-conversation: each request repeats all earlier messages, answers included, and appends to them. Each
-answer is a turn of the policy. The reward that the function returns goes to the last turn.
+`prompt` and the columns of the row that it names. The key identifies the session, and a session is
+an episode. Each answer is a turn of the policy. A request that repeats an earlier conversation,
+answers included, and appends to it continues that conversation; any other request opens a further
+row of the episode (`fastppo.environments.episodes`). Requests that are sent at the same time are
+answered one after the other. The reward that the function returns goes to the last turn.
+
+The tools of a request are shown by the chat template and called in the format of
+`fastppo.environments.tools.ToolFormat`. A turn whose calls cannot be parsed is answered as text,
+and counts as an invalid action.
 
 A truncated answer has the finish reason `length`. After it, and after the last turn or at the end
 of the context, requests are refused. The function may still return a reward; if it raises instead,
@@ -24,6 +30,7 @@ bits, and requests without one are refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -34,7 +41,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fastppo.environments.maker import EnvironmentMaker, PolicyTurn, TurnFormat
+from fastppo.environments.maker import Conversation, EnvironmentMaker, PolicyTurn, TurnFormat
+from fastppo.environments.tools import ToolFormat
 from fastppo.functional.scalars import describe
 from fastppo.plugins.adapters import Adapter, Address
 from fastppo.plugins.calling import (
@@ -49,6 +57,7 @@ from fastppo.plugins.loading import load_plugin
 INSTALL = 'pip install -e ".[chat]"'
 
 FINISHED = "stop"
+CALLS = "tool_calls"
 TRUNCATED = "length"
 """Finish reasons of OpenAI's API."""
 
@@ -56,8 +65,11 @@ OVER = "the episode is over: it has reached its limit of turns or tokens"
 
 ENDED = "the session has ended"
 
-UNSUPPORTED = ("functions", "logit_bias", "logprobs", "response_format", "tools")
+UNSUPPORTED = ("functions", "logit_bias", "logprobs", "response_format")
 """Request options that are refused."""
+
+RETRIES = "x-stainless-retry-count"
+"""Header of OpenAI's clients with the number of earlier attempts of a request."""
 
 TEXT = {"type": "text"}
 """The supported `response_format`, which is the default."""
@@ -77,9 +89,15 @@ class ChatAnswer(NamedTuple):
     finish_reason: str
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """The message in OpenAI's format."""
-        return {"role": "assistant", "content": self.turn.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.turn.text}
+        if self.turn.tool_calls:
+            message["tool_calls"] = [
+                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+                for function in map(_with_json, self.turn.tool_calls)
+            ]
+        return message
 
     @property
     def usage(self) -> dict[str, int]:
@@ -91,12 +109,68 @@ class ChatAnswer(NamedTuple):
         }
 
 
+def _with_json(call: Mapping[str, Any]) -> dict[str, str]:
+    """Return the function of a call with its arguments as JSON."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {"name": function["name"], "arguments": arguments}
+
+
 class AgentFormat(TurnFormat):
-    """The policy's turns with the lengths that an answer reports."""
+    """The policy's turns with the lengths that an answer reports, and with parsed tool calls.
+
+    Args:
+        tokenizer: the policy's.
+        tools: the format of the calls; None without tools.
+    """
+
+    def __init__(self, tokenizer: Any, tools: ToolFormat | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self._by_tools: dict[str, AgentFormat] = {}
+
+    def of(self, conversation: Conversation) -> TurnFormat:
+        """Return the format of a conversation with these tools."""
+        if not conversation.tools:
+            return self
+        key = json.dumps(conversation.tools, sort_keys=True)
+        if key not in self._by_tools:
+            tools = ToolFormat(self.tokenizer, conversation.tools, where="the tools of a request")
+            self._by_tools[key] = AgentFormat(self.tokenizer, tools)
+        return self._by_tools[key]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The tools, for chat templates that show them."""
+        return {} if self.tools is None else self.tools.template_options
+
+    def opening(self, messages: Any) -> Any:
+        """Describe the tools in a system message if the chat template ignores them."""
+        return messages if self.tools is None else self.tools.opening(messages)
 
     def parse(self, conversation: list[int], ids: list[int], text: str) -> PolicyTurn:
-        """Return the turn with its lengths."""
-        return PolicyTurn(text, len(conversation), len(ids))
+        """Return the turn with its lengths and tool calls."""
+        turn = PolicyTurn(text, len(conversation), len(ids))
+        if self.tools is None:
+            return turn
+        parsed = self.tools.parse(conversation, ids, text)
+        turn = turn._replace(is_malformed=bool(parsed.error))
+        if not parsed.calls:
+            return turn
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parsed.calls
+        ]
+        return turn._replace(text=parsed.text, tool_calls=calls)
+
+    def is_malformed(self, turn: PolicyTurn) -> bool | None:
+        """Return whether the calls of a turn could not be parsed."""
+        return turn.is_malformed
+
+    def message(self, turn: PolicyTurn, text: str) -> dict[str, Any]:
+        """Return the message that repeats a turn in a request."""
+        message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+        return {**message, "tool_calls": turn.tool_calls} if turn.tool_calls else message
 
 
 class Agent(EnvironmentMaker):
@@ -129,7 +203,7 @@ class Agent(EnvironmentMaker):
 
     def turn_format(self, tokenizer: Any) -> AgentFormat:
         """Return the format of the turns."""
-        return AgentFormat()
+        return AgentFormat(tokenizer)
 
     def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:
         """Check the agent's arguments, and that processes do not share a port.
@@ -145,6 +219,13 @@ class Agent(EnvironmentMaker):
                 f"{processes} processes: each serves the agents of its own rows, so leave out the "
                 f"port, got port={self.server.port}"
             )
+
+
+class Request(NamedTuple):
+    """A request of an agent."""
+
+    conversation: Conversation
+    answer: asyncio.Future[ChatAnswer]
 
 
 class Session:
@@ -163,49 +244,46 @@ class Session:
         """The call of the agent."""
         self.has_returned_reward = False
         """Whether `step` has returned the agent's reward."""
-        self.requests: asyncio.Queue[list[dict[str, Any]]]
-        """Requests that the trainer has not read, at most one."""
-        self.messages: list[dict[str, Any]] = []
-        """The conversation up to the last request or answer."""
-        self.answer: asyncio.Future[ChatAnswer] | None = None
-        """The answer to the last request."""
+        self.pending: list[Request] = []
+        """Requests without an answer, in the order of their arrival."""
+        self.arrival: asyncio.Event
+        """Set while there is a pending request."""
         self.is_over = False
         self.was_refused = False
         """Whether a request was refused because the episode is over."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
-        """Start the agent. Return the messages of its first request."""
+        """Start the agent. Return the conversation of its first request."""
         await self._stop()
         base_url = await self.server.join(self)
         self.key = secrets.token_urlsafe(32)
         self.server.sessions[self.key] = self
-        self.requests = asyncio.Queue()
-        self.messages = []
-        self.answer = None
+        self.pending = []
+        self.arrival = asyncio.Event()
         self.has_returned_reward = False
         self.is_over = False
         self.was_refused = False
         row = {**columns, "prompt": prompt, "base_url": base_url, "api_key": self.key}
         self.task = asyncio.create_task(self._call_agent(row))
-        messages = await self._next_request(self.task)
-        if messages is None:
+        conversation = await self._next_conversation(self.task)
+        if conversation is None:
             raise RuntimeError(f"{_result(self.task)!r} was returned without a request")
-        return messages
+        return conversation
 
     async def step(self, turn: PolicyTurn) -> tuple[Any, Any, bool]:
-        """Answer the request.
+        """Answer the oldest request.
 
         Returns:
-            (new messages of the next request, 0, False), or ("", reward, True) if the agent has
+            (the conversation of the next request, 0, False), or ("", reward, True) if the agent has
             returned.
         """
         assert self.task is not None
-        known = self._reply(ChatAnswer(turn, FINISHED))
-        messages = await self._next_request(self.task)
-        if messages is None:
+        self._answer(ChatAnswer(turn, CALLS if turn.tool_calls else FINISHED))
+        conversation = await self._next_conversation(self.task)
+        if conversation is None:
             self.has_returned_reward = True
             return "", _result(self.task), True
-        return messages[known:], 0.0, False
+        return conversation, 0.0, False
 
     async def end(self, cut_off: PolicyTurn | None) -> Any:
         """End the episode. Return the agent's reward unless `step` has returned it.
@@ -218,11 +296,10 @@ class Session:
             return 0.0
         self.is_over = True
         if cut_off is not None:
-            self._reply(ChatAnswer(cut_off, TRUNCATED))
-        elif self.answer is not None:
-            # An agent that has returned already did not wait for the answer.
-            self.was_refused = not self.task.done()
-            self.answer.set_exception(RefusedError(OVER))
+            self._answer(ChatAnswer(cut_off, TRUNCATED))
+        # An agent that has returned already did not wait for the answers.
+        self.was_refused = bool(self.pending) and not self.task.done()
+        self._refuse(OVER)
         await asyncio.wait({self.task})
         if self.task.exception() is not None and self.was_refused:
             return 0.0
@@ -233,45 +310,39 @@ class Session:
         await self._stop()
         await self.server.leave(self)
 
-    def ask(self, messages: list[dict[str, Any]]) -> asyncio.Future[ChatAnswer]:
+    def ask(
+        self, conversation: Conversation, *, is_retry: bool = True
+    ) -> asyncio.Future[ChatAnswer]:
         """Take a request. Return a future of its answer.
 
+        Args:
+            is_retry: whether the client may have sent the request before, after its time limit. The
+                same pending request is then answered once.
+
         Raises:
-            RefusedError: the request does not continue the conversation, or the episode is over.
+            RefusedError: the episode is over.
         """
         if self.is_over:
             self.was_refused = True
             raise RefusedError(OVER)
-        if self.answer is not None and not self.answer.done():
-            if messages == self.messages:  # a client repeats the request after its time limit
-                return self.answer
-            raise RefusedError(
-                "an earlier request of the session has no answer yet: a session is one "
-                "conversation, and its requests come one after the other"
-            )
-        for place, (before, now) in enumerate(zip(self.messages, messages, strict=False), 1):
-            if not _is_same(before, now):
-                raise RefusedError(
-                    f"message {place} differs from the earlier one: each request must continue "
-                    f"the session's conversation; expected {_describe(before)}, got "
-                    f"{_describe(now)}"
-                )
-        if len(messages) <= len(self.messages):
-            raise RefusedError(
-                f"got {len(messages)} messages, and the conversation has {len(self.messages)}: a "
-                "request must repeat all of them, answers included, and append to them"
-            )
-        self.messages = messages
-        self.answer = asyncio.get_running_loop().create_future()
-        self.requests.put_nowait(messages)
-        return self.answer
+        for request in self.pending:
+            if is_retry and request.conversation == conversation:
+                return request.answer
+        self.pending.append(Request(conversation, asyncio.get_running_loop().create_future()))
+        self.arrival.set()
+        return self.pending[-1].answer
 
-    def _reply(self, answer: ChatAnswer) -> int:
-        """Answer the request. Return the number of messages, the answer included."""
-        assert self.answer is not None
-        self.messages = [*self.messages, answer.message]
-        self.answer.set_result(answer)
-        return len(self.messages)
+    def _answer(self, answer: ChatAnswer) -> None:
+        """Answer the oldest request."""
+        self.pending.pop(0).answer.set_result(answer)
+        if not self.pending:
+            self.arrival.clear()
+
+    def _refuse(self, sentence: str) -> None:
+        """Refuse all pending requests."""
+        for request in self.pending:
+            request.answer.set_exception(RefusedError(sentence))
+        self.pending = []
 
     async def _call_agent(self, row: Mapping[str, Any]) -> Any:
         """Call the agent, in a thread unless it is a coroutine function."""
@@ -280,20 +351,17 @@ class Session:
             return await await_call(function)
         return await asyncio.wrap_future(call_in_thread(function))
 
-    async def _next_request(self, task: asyncio.Task[Any]) -> list[dict[str, Any]] | None:
-        """Wait for the next request. Return its messages, or None if the agent has returned."""
-        request = asyncio.create_task(self.requests.get())
-        await asyncio.wait({request, task}, return_when=asyncio.FIRST_COMPLETED)
-        if request.done():
-            return request.result()
-        request.cancel()
-        return None
+    async def _next_conversation(self, task: asyncio.Task[Any]) -> Conversation | None:
+        """Wait for a request. Return its conversation, or None if the agent has returned."""
+        arrival = asyncio.create_task(self.arrival.wait())
+        await asyncio.wait({arrival, task}, return_when=asyncio.FIRST_COMPLETED)
+        arrival.cancel()
+        return self.pending[0].conversation if self.pending else None
 
     async def _stop(self) -> None:
         """Stop the agent. A thread ends at its next request."""
         self.server.sessions.pop(self.key, None)
-        if self.answer is not None and not self.answer.done():
-            self.answer.set_exception(RefusedError(ENDED))
+        self._refuse(ENDED)
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=SHUTDOWN_TIMEOUT)
@@ -392,7 +460,8 @@ class ChatServer:
             return _refusal("there is no session with this key", 401)
         try:
             body = await request.json()
-            answer = await asyncio.shield(session.ask(_read_request(body)))
+            is_retry = request.headers.get(RETRIES) != "0"
+            answer = await asyncio.shield(session.ask(_read_request(body), is_retry=is_retry))
         except (RefusedError, ValueError) as error:  # ValueError: invalid JSON
             return _refusal(str(error), 400)
         completion = {
@@ -411,9 +480,12 @@ class ChatServer:
 
 
 def _stream(answer: ChatAnswer, completion: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """Yield an answer as server-sent events, with the whole text in one event."""
+    """Yield an answer as server-sent events, with the whole message in one event."""
+    message = answer.message
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": answer.message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
     ]
     if has_usage:
@@ -432,8 +504,8 @@ def _refusal(sentence: str, status: int) -> Any:
     return JSONResponse({"error": error}, status_code=status)
 
 
-def _read_request(body: Any) -> list[dict[str, Any]]:
-    """Return the messages of a request in the format of chat templates.
+def _read_request(body: Any) -> Conversation:
+    """Return the messages and tools of a request in the format of chat templates.
 
     Raises:
         RefusedError: there are no messages, or an option is not supported.
@@ -444,10 +516,25 @@ def _read_request(body: Any) -> list[dict[str, Any]]:
         if body.get(name) and body[name] != TEXT:
             raise RefusedError(f"{name} is not supported: the policy answers with text")
     if body.get("n") not in (None, 1):
-        raise RefusedError(f"n must be 1, got {body['n']}: a session is one conversation")
+        raise RefusedError(f"n must be 1, got {body['n']}: send several requests instead")
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise RefusedError(
+            f"tool_choice must be auto or none, got {describe(choice)}: the policy is sampled "
+            "without constraints"
+        )
     if not body["messages"]:
         raise RefusedError("there are no messages")
-    return [_read_message(message) for message in body["messages"]]
+    tools = [] if choice == "none" else [_read_tool(tool) for tool in body.get("tools") or ()]
+    return Conversation([_read_message(message) for message in body["messages"]], tools)
+
+
+def _read_tool(tool: Any) -> dict[str, Any]:
+    """Return the schema of a tool."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RefusedError(f"expected tools that are functions with a name, got {describe(tool)}")
+    return tool
 
 
 def _read_message(message: Any) -> dict[str, Any]:
@@ -462,9 +549,22 @@ def _read_message(message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RefusedError(f"the content of a {message['role']} message must be text")
     given = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in given:
+        given["tool_calls"] = [_read_call(call) for call in given["tool_calls"]]
     # Chat templates have no role `developer`.
     role = "system" if message["role"] == "developer" else message["role"]
     return {**given, "role": role, "content": content}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments parsed, unless they are not JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RefusedError(f"expected tool calls that name a function, got {describe(call)}")
+    arguments = function.get("arguments") or "{}"
+    with contextlib.suppress(ValueError, TypeError):  # TypeError: parsed already
+        arguments = json.loads(arguments)
+    return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _text_of(part: Any) -> str:
@@ -475,17 +575,6 @@ def _text_of(part: Any) -> str:
             f"expected parts of type text in a message's content, got {describe(part)}"
         )
     return text
-
-
-def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Compare a message with an earlier one. Clients may strip an answer."""
-    if before["role"] == "assistant" and now["role"] == "assistant":
-        return before["content"].strip() == now["content"].strip()
-    return before == now
-
-
-def _describe(message: Mapping[str, Any]) -> str:
-    return describe(f"{message['role']}: {message['content']}")
 
 
 def load_environment(target: str) -> Agent:

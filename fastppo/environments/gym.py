@@ -15,7 +15,7 @@ column `rules`: a system message or a line.
 A turn is the action: its text, for a discrete action space the first whole number in it, for a
 space of arrays, tuples or dicts the JSON in it. An invalid action is answered with `{"error": …}`
 and does not reach the environment. The reward is the environment's. Both `terminated` and
-`truncated` end an episode.
+`truncated` end an episode, and are its outcome unless `info` says whether it was a success.
 
 For other texts and actions, a file of your own makes the environment:
 
@@ -40,11 +40,16 @@ from fastppo.environments.pool import as_opening
 from fastppo.functional.scalars import describe
 from fastppo.plugins.adapters import Adapter, Address, seeded_prompts
 from fastppo.plugins.loading import load_plugin
+from fastppo.rollout import FAILURE, SUCCESS
 
 NONE_REGISTERED = (
     "registers none when it is imported; a function in a file can make one: gym:file.py:function"
 )
 """End of a message."""
+
+SUCCESS_KEYS = ("is_success", "success")
+"""Keys of `info` that say whether an episode has reached its goal: the first is that of
+Gymnasium-Robotics and Stable-Baselines3, the second that of Meta-World and ManiSkill."""
 
 
 def load_prompts(target: str) -> Rows:
@@ -148,21 +153,25 @@ class Gym:
         opening = as_opening(text, prompt)
         return [{"role": "system", "content": rules}, *opening] if rules else opening
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
         """Take the action of a turn."""
         try:
             action = self.action(text)
         except ValueError as error:
-            return self._line(json.dumps({"error": str(error)}, ensure_ascii=False)), 0.0, False
+            answer = json.dumps({"error": str(error)}, ensure_ascii=False)
+            return self._line(answer), 0.0, False, {"invalid": True}
         returned = self.environment.step(action)
         if not isinstance(returned, tuple) or len(returned) != 5:
             raise ValueError(
                 f"step returned {describe(returned)}; expected (observation, reward, terminated, "
                 "truncated, info)"
             )
-        observation, reward, terminated, truncated, _ = returned
+        observation, reward, terminated, truncated, info = returned
         is_done = bool(terminated) or bool(truncated)
-        return self._line(self.observation(observation)), float(reward), is_done
+        told: dict[str, Any] = {"invalid": False}
+        if is_done:
+            told["outcome"] = _outcome(info, is_terminated=bool(terminated))
+        return self._line(self.observation(observation)), float(reward), is_done, told
 
     def close(self) -> None:
         """Close the environment if it has a method for it."""
@@ -177,6 +186,14 @@ class Gym:
 
     def _line(self, text: str) -> str:
         return text if self.is_chat else f"\n{text}\n"
+
+
+def _outcome(info: Any, *, is_terminated: bool) -> str:
+    """Return the outcome of an episode: success or failure if the environment tells them apart."""
+    for key in SUCCESS_KEYS:
+        if isinstance(info, Mapping) and key in info:
+            return SUCCESS if bool(info[key]) else FAILURE
+    return "terminated" if is_terminated else "truncated"
 
 
 def read_action(space: Any, text: str) -> Any:

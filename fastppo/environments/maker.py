@@ -19,10 +19,35 @@ class PolicyTurn(NamedTuple):
     """A turn of the policy with its lengths."""
 
     text: str
+    """The turn without its tool calls."""
     prompt_tokens: int
     """Tokens of the conversation before it."""
     completion_tokens: int
     """Tokens of the turn, stop token included."""
+    tool_calls: Sequence[dict[str, Any]] = ()
+    """Tool calls in the format of chat templates."""
+    is_malformed: bool | None = None
+    """Whether its tool calls could not be parsed; None without tools."""
+
+
+class Conversation(NamedTuple):
+    """A whole conversation that the next turn continues, in place of an observation.
+
+    It need not continue the conversation of the last turn; see `fastppo.environments.episodes`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    """Schemas of the tools that the policy may call."""
+
+
+class StepInfo(NamedTuple):
+    """What an environment says about an action, besides the reward."""
+
+    invalid: bool | None = None
+    """Whether the action was invalid; None if the environment does not say so."""
+    outcome: str | None = None
+    """Outcome of the episode, such as success."""
 
 
 class TurnFormat:
@@ -30,6 +55,10 @@ class TurnFormat:
 
     has_calls = False
     """Whether observations have the outcomes of tool calls."""
+
+    def of(self, conversation: Conversation) -> TurnFormat:
+        """Return the format of a conversation's turns, the same object for the same tools."""
+        return self
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -49,6 +78,19 @@ class TurnFormat:
             text: the turn, without special tokens.
         """
         return text
+
+    def message(self, turn: Any, text: str) -> dict[str, Any]:
+        """Return the message that repeats a turn in a chat.
+
+        Args:
+            turn: as `parse` returned it.
+            text: the turn, without special tokens.
+        """
+        return {"role": "assistant", "content": text}
+
+    def is_malformed(self, turn: Any) -> bool | None:
+        """Return whether a turn counts as an invalid action; None leaves it to the environment."""
+        return None
 
     def outcomes(self, observation: Any) -> list[str]:
         """Return the outcomes of the tool calls that an observation answers."""

@@ -116,7 +116,7 @@ class OpenEnv:
                 await asyncio.sleep(PAUSE * 2**attempt)
         raise AssertionError
 
-    async def step(self, text: str) -> tuple[Any, float, bool]:
+    async def step(self, text: str) -> tuple[Any, float, bool, dict[str, Any]]:
         """Send the policy's turn. A lost connection raises; an invalid action does not."""
         try:
             action = self.action(text)
@@ -130,7 +130,8 @@ class OpenEnv:
             return _error_answer(error)
         observation = self.observation(result.observation)
         reward = float(result.reward or 0.0)
-        return EMPTY if observation == "" else observation, reward, bool(result.done)
+        shown = EMPTY if observation == "" else observation
+        return shown, reward, bool(result.done), {"invalid": False}
 
     async def state(self) -> Any:
         """Return the server's state of the episode."""
@@ -166,9 +167,10 @@ def _as_action(text: str) -> dict[str, Any]:
     return action
 
 
-def _error_answer(error: Exception) -> tuple[str, float, bool]:
+def _error_answer(error: Exception) -> tuple[str, float, bool, dict[str, Any]]:
     """Answer an invalid action with its error."""
-    return json.dumps({"error": f"no action: {error}"}, ensure_ascii=False), 0.0, False
+    answer = json.dumps({"error": f"no action: {error}"}, ensure_ascii=False)
+    return answer, 0.0, False, {"invalid": True}
 
 
 def _read(observation: dict[str, Any], field: str | None) -> Any:

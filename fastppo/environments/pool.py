@@ -6,6 +6,9 @@ An environment is a class, or any other callable, that returns an object with
     step(text) -> (observation, reward, done)          the answer to a turn of the policy
     close()                                            optional, called at the end of the run
 
+`step` may return a dict as a fourth value: `invalid`, whether the action was invalid, `success`,
+whether the episode has reached its goal, or `outcome`, a text in place of success and failure.
+
 If any method is a coroutine function, all environments run concurrently. Otherwise they run one
 after the other.
 """
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
-from fastppo.environments.maker import EnvironmentMaker
+from fastppo.environments.maker import Conversation, EnvironmentMaker, StepInfo
 from fastppo.environments.tools import is_tool_class
 from fastppo.functional.scalars import describe
 from fastppo.plugins.calling import (
@@ -34,6 +37,7 @@ from fastppo.plugins.calling import (
     traceback_of,
 )
 from fastppo.rewards.reward import MAX_REWARD, plain_values
+from fastppo.rollout import FAILURE, SUCCESS
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class Answer(NamedTuple):
     observation: Any
     reward: float
     done: bool
+    info: StepInfo = StepInfo()
 
 
 class Failure(NamedTuple):
@@ -61,6 +66,8 @@ class EnvironmentPool:
         make: makes an environment.
         options: options of calls to the environments.
         world: the ranks. Each holds the environments of its local rows.
+        drops: whether a failed environment is replaced by a new one. Otherwise the first failure
+            ends the run, so that later rows are not called.
     """
 
     def __init__(
@@ -69,8 +76,10 @@ class EnvironmentPool:
         *,
         options: CallOptions | None = None,
         world: World | None = None,
+        drops: bool = False,
     ) -> None:
         self.make = make
+        self.drops = drops
         self.name = make.__name__
         self.options = options or CallOptions()
         self.world = world or World()
@@ -110,11 +119,12 @@ class EnvironmentPool:
 
         return self._on_its_rank(list(turns), count, calls)
 
-    def end(self, cut_off: Sequence[Any]) -> dict[int, float | Failure]:
+    def end(self, cut_off: Mapping[int, Any], count: int) -> dict[int, float | Failure]:
         """End the episodes of environments with a method `end` (tools and agents).
 
         Args:
-            cut_off: for each row, the policy's last turn if it was truncated, else None.
+            cut_off: by row, the policy's last turn if it was truncated, else None.
+            count: rows of the batch.
 
         Returns:
             dict: by row, the reward of the episode.
@@ -130,60 +140,82 @@ class EnvironmentPool:
                 for row in rows
             ]
 
-        return self._on_its_rank(range(len(cut_off)), len(cut_off), calls)
+        return self._on_its_rank(list(cut_off), count, calls)
 
     def close(self) -> None:
         """Close all environments and report errors as a message. Later batches create new ones."""
-        methods = [getattr(one, "close", None) for one in self._environments.values()]
-        calls = [_Call("close", close, lambda returned: None) for close in methods if close]
-        self._environments = {}
-        failures = [result for result in self._run(calls) if isinstance(result, Failure)]
+        failures, count = self._close(list(self._environments))
         if self._loop is not None:
             self._loop.close()
             self._loop = None
         if failures:
             logger.info(
                 f"environment {self.name!r} {failures[0].sentence}; {len(failures)} of "
-                f"{len(calls)} were not closed"
+                f"{count} were not closed"
             )
+
+    def _close(self, rows: Sequence[int]) -> tuple[list[Failure], int]:
+        """Forget environments, and close those that can be closed.
+
+        Returns:
+            (failures, number of calls).
+        """
+        methods = [getattr(self._environments.pop(row), "close", None) for row in rows]
+        calls = [_Call("close", close, lambda returned: None) for close in methods if close]
+        return [result for result in self._run(calls) if isinstance(result, Failure)], len(calls)
 
     def _on_its_rank(
         self, rows: Sequence[int], count: int, calls: Callable[[Sequence[int]], list[_Call]]
     ) -> dict[int, Any]:
         """Run calls on the rank of each row and gather all results by row.
 
-        A failed row ends the run, so the rows after it may have no result.
+        Unless failures are dropped, a failed row ends the run, so the rows after it may have no
+        result.
         """
         own = self.world.local_rows(count)
         own_rows = [row for row in rows if row in own]
 
         def work() -> dict[int, Any]:
-            failed = self._make(own_rows)
-            if failed:
-                return failed
-            results = self._run(calls(own_rows), until_one_fails=True)
-            return dict(zip(own_rows, results, strict=False))
+            results: dict[int, Any] = dict(self._make(own_rows))
+            if results and not self.drops:
+                return results
+            made = [row for row in own_rows if row not in results]
+            returned = self._run(calls(made), until_one_fails=not self.drops)
+            results |= dict(zip(made, returned, strict=False))
+            failed = [row for row in made if isinstance(results.get(row), Failure)]
+            if self.drops and failed:
+                self._close(failed)  # whether this fails too does not matter
+            return results
 
         shares = self.world.gather_results(work)
         return {row: result for share in shares for row, result in sorted(share.items())}
 
     def _make(self, rows: Sequence[int]) -> dict[int, Failure]:
-        """Create the missing environments. Return the first failure by row, or nothing."""
+        """Create the missing environments. Return failures by row, unless they are dropped one."""
+        failures: dict[int, Failure] = {}
         for row in rows:
+            if failures and not self.drops:
+                break
             if row in self._environments:
                 continue
             try:
                 environment = call(self.make, self.options.timeout)
             except UserCodeError as error:
-                return {row: _failure(error, "where it is made")}
-            for method in ("reset", "step"):
-                if not callable(getattr(environment, method, None)):
-                    hint = ""
-                    if is_tool_class(type(environment)):
-                        hint = "; to use its methods as tools, the option must name the class"
-                    return {row: Failure(f"has no method {method}{hint}")}
+                failures[row] = _failure(error, "where it is made")
+                continue
+            missing = [
+                method
+                for method in ("reset", "step")
+                if not callable(getattr(environment, method, None))
+            ]
+            if missing:
+                hint = ""
+                if is_tool_class(type(environment)):
+                    hint = "; to use its methods as tools, the option must name the class"
+                failures[row] = Failure(f"has no method {missing[0]}{hint}")
+                continue
             self._environments[row] = environment
-        return {}
+        return failures
 
     def _call(
         self,
@@ -258,7 +290,7 @@ def _failure(error: UserCodeError, where: str) -> Failure:
 
 def _read_opening(returned: Any) -> Any:
     """Validate the result of `reset`."""
-    if returned is None or isinstance(returned, str) or is_chat(returned):
+    if returned is None or isinstance(returned, (str, Conversation)) or is_chat(returned):
         return returned
     raise ValueError(
         f"returned {describe(returned)} in reset; expected a text, chat messages or None"
@@ -267,21 +299,40 @@ def _read_opening(returned: Any) -> Any:
 
 def _read_answer(returned: Any) -> Answer:
     """Validate the result of `step`."""
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
         raise ValueError(
-            f"returned {describe(returned)} in step; expected (observation, reward, done)"
+            f"returned {describe(returned)} in step; expected (observation, reward, done), and "
+            "perhaps a dict"
         )
     observation = returned[0]
     reward = _read_reward(returned[1], "step")
     done = plain_values(returned[2])
     if not isinstance(done, bool):
         raise ValueError(f"returned done={describe(done)} in step; expected a bool")
-    if not done and not isinstance(observation, str) and not is_chat(observation):
+    if not done and not isinstance(observation, (str, Conversation)) and not is_chat(observation):
         raise ValueError(
             f"returned the observation {describe(observation)} in step; expected a text or chat "
             "messages, because the episode is not done"
         )
-    return Answer(observation, reward, done)
+    return Answer(observation, reward, done, _read_info(*returned[3:]))
+
+
+def _read_info(info: Any = None) -> StepInfo:
+    """Validate the fourth value of `step`. Other keys than ours are left to the environment."""
+    if info is None:
+        return StepInfo()
+    if not isinstance(info, Mapping):
+        raise ValueError(f"returned {describe(info)} in step; expected a dict as the fourth value")
+    flags = {key: plain_values(info.get(key)) for key in ("invalid", "success")}
+    for key, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"returned {key}={describe(value)} in step; expected a bool")
+    outcome = info.get("outcome")
+    if flags["success"] is not None:
+        outcome = outcome or (SUCCESS if flags["success"] else FAILURE)
+    if outcome is not None and not isinstance(outcome, str):
+        raise ValueError(f"returned outcome={describe(outcome)} in step; expected a text")
+    return StepInfo(flags["invalid"], outcome)
 
 
 def _read_reward(returned: Any, method: str = "get_reward") -> float:

@@ -28,7 +28,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastppo.data.chat import encodable, is_chat, render_chat, with_text
+from fastppo.data.chat import encodable, is_chat, render_chat, text_of, with_text
 from fastppo.data.datasets import DataError
 from fastppo.environments.maker import EnvironmentMaker, TurnFormat
 from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
@@ -82,6 +82,8 @@ class ToolTurn(NamedTuple):
     calls: Sequence[ToolCall]
     error: str = ""
     """Parse error of the calls."""
+    text: str = ""
+    """The turn without its calls; "" after a parse error."""
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
@@ -158,7 +160,8 @@ class ToolFormat(TurnFormat):
                 message = self.tokenizer.parse_response(
                     ids, prefix=conversation, tools=self.schemas
                 )
-            return ToolTurn([_as_call(parsed) for parsed in message.get("tool_calls") or ()])
+            calls = [_as_call(parsed) for parsed in message.get("tool_calls") or ()]
+            return ToolTurn(calls, text=text_of(message.get("content")))
         except Exception as error:  # the parser may raise anything on arbitrary text
             return ToolTurn((), str(error))
 

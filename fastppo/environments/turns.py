@@ -20,28 +20,29 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from fastppo.activity import begin_stage
 from fastppo.data.chat import (
     decode_completions,
     encodable,
     encode_prompt,
     is_chat,
     render_chat,
-    text_of,
     token_ids,
 )
 from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
+from fastppo.environments.episodes import Episode, Row, TurnEnd, as_turns, rollout_of
+from fastppo.environments.failures import RaiseFailures
 from fastppo.environments.loading import as_maker
-from fastppo.environments.maker import PolicyTurn
+from fastppo.environments.maker import Conversation, StepInfo, TurnFormat
 from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_opening
 from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.reward import RewardError
@@ -50,82 +51,8 @@ from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutE
 PLACEHOLDER = "assistantturn"
 """Assistant message that marks its place in a rendered chat."""
 
-POLICY = "policy"
-"""Role of the policy's turns."""
-
 ENVIRONMENT = "environment"
 """Role of an environment's texts. Chat messages have their own roles."""
-
-BY_TOKEN = ("sampler_logprobs", "logprobs", "values")
-"""Optional fields of an engine's rollout with one value per token."""
-
-
-@dataclass(slots=True, eq=False)
-class Episode:
-    """A response in progress. Every rank has all of them."""
-
-    prompt: Any
-    """The text, or the messages of the chat so far."""
-    prompt_ids: list[int]
-    columns: dict[str, Any]
-    tokens: list[int] = field(default_factory=list)
-    """The response: turns and observations."""
-    response_mask: list[bool] = field(default_factory=list)
-    """Whether the policy wrote each token."""
-    rewards: list[float] = field(default_factory=list)
-    """Reward of each token that the policy wrote."""
-    by_token: dict[str, list[Tensor]] = field(default_factory=dict)
-    """The engine's `BY_TOKEN`, one tensor per turn."""
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    """Entry of `Rollout.turns`."""
-    calls: list[str] = field(default_factory=list)
-    """Entry of `Rollout.calls`."""
-    finish_reason: str | None = None
-    """None while the episode continues."""
-    version: int | None = None
-    """Version of the sampler's weights."""
-
-    @property
-    def conversation(self) -> list[int]:
-        """Token ids of the whole context."""
-        return self.prompt_ids + self.tokens
-
-    @property
-    def cut_off(self) -> PolicyTurn | None:
-        """The policy's last turn if it was truncated, which the environment has not read."""
-        last = self.turns[-1]
-        if self.finish_reason != TRUNCATED or last["role"] != POLICY:
-            return None
-        generated = len(list(itertools.takewhile(bool, reversed(self.response_mask))))
-        return PolicyTurn(last["text"], len(self.conversation) - generated, generated)
-
-    def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
-        """Append a turn of the policy. A truncated turn ends the episode."""
-        tokens = rollout.tokens[row]
-        self.tokens += tokens
-        self.response_mask += [True] * len(tokens)
-        self.rewards += [0.0] * len(tokens)
-        self.turns.append({"role": POLICY, "text": text, "reward": 0.0})
-        for name in BY_TOKEN:
-            values = getattr(rollout, name)
-            if values is not None:
-                self.by_token.setdefault(name, []).append(values[row])
-        if rollout.versions is not None:
-            self.version = rollout.versions[row]
-        if rollout.truncated[row]:
-            self.finish_reason = TRUNCATED
-
-    def add_reward(self, reward: float) -> None:
-        """Add a reward to the last token of the policy's last turn."""
-        self.rewards[-1] += reward
-        turn = next(turn for turn in reversed(self.turns) if turn["role"] == POLICY)
-        turn["reward"] += reward
-
-    def add_observation(self, ids: Sequence[int], limit: int) -> None:
-        """Append tokens of an observation, up to the limit of the context."""
-        fitting = list(ids)[: max(0, limit - len(self.conversation))]
-        self.tokens += fitting
-        self.response_mask += [False] * len(fitting)
 
 
 class Turns:
@@ -139,6 +66,8 @@ class Turns:
         options: options of calls to the environments.
         failure_file: receives the episode of a failed environment.
         world: the ranks. Each holds the environments of its local rows.
+        failures: what happens to the episode of an environment that fails; by default it ends the
+            run.
     """
 
     def __init__(
@@ -151,7 +80,9 @@ class Turns:
         options: CallOptions | None = None,
         failure_file: Path | None = None,
         world: World | None = None,
+        failures: RaiseFailures | None = None,
     ) -> None:
+        self.failures = failures or RaiseFailures()
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.context = 2**31 if context is None else context
@@ -159,7 +90,9 @@ class Turns:
         self.failure_file = failure_file
         self.world = world or World()
         self.make = as_maker(make)
-        self.environments = EnvironmentPool(self.make, options=self.options, world=self.world)
+        self.environments = EnvironmentPool(
+            self.make, options=self.options, world=self.world, drops=self.failures.drops
+        )
         self.name = self.make.__name__
         self.has_rewards = self.make.has_rewards
         self.format = self.make.turn_format(tokenizer)
@@ -171,44 +104,63 @@ class Turns:
 
         Returns:
             the prompts, with the first observations as token ids, and the responses. The rewards of
-            the environments are in `Rollout.rewards`.
+            the environments are in `Rollout.rewards`. Dropped episodes are left out of both.
 
         Raises:
             RewardError: an environment raised, exceeded its time limit, or returned an invalid
                 answer, or one that the chat template does not accept. Its episode is written to
-                `failure_file` first.
+                `failure_file` first. If failed episodes are dropped, too many have failed.
         """
+        with engine.conversations():
+            return self._run(prompts, engine, sampling)
+
+    def _run(
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+    ) -> tuple[Prompts, Rollout]:
         episodes = self._open(prompts, sampling.max_new_tokens)
+        samplings = _by_turn(sampling)
         for turn in range(1, self.max_turns + 1):
-            live = [row for row, episode in enumerate(episodes) if episode.finish_reason is None]
+            live = [row for row, episode in enumerate(episodes) if episode.is_live]
             if not live:
                 break
-            conversations = [episodes[row].conversation for row in live]
-            sampled = engine.generate(conversations, sampling).with_tokens()
+            begin_stage(f"turn {turn}")
+            conversations = [episodes[row].row.conversation for row in live]
+            sampled = engine.generate(conversations, next(samplings)).with_tokens()
             texts = decode_completions(self.tokenizer, conversations, sampled.tokens)
             turns: dict[int, Any] = {}
             for place, row in enumerate(live):
-                episodes[row].add_turn(texts[place], sampled, place)
-                if episodes[row].finish_reason is None:
-                    turns[row] = self.format.parse(
-                        conversations[place], sampled.tokens[place], texts[place]
+                episode = episodes[row]
+                episode.add_turn(texts[place], sampled, place)
+                if episode.finish_reason is None:
+                    turns[row] = self._parse(
+                        episode, conversations[place], sampled.tokens[place], texts[place]
                     )
             answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
-            for row in turns:
-                self._take_answer(
-                    episodes[row], answers[row], sampling, is_last=turn == self.max_turns
-                )
+            for row, answer in answers.items():
+                self._take_answer(episodes[row], answer, sampling, is_last=turn == self.max_turns)
         if self.make.has_end:
-            cut_off = [episode.cut_off for episode in episodes]
-            final_rewards = self._checked(self.environments.end(cut_off), episodes)
-            for row, episode in enumerate(episodes):
-                episode.add_reward(final_rewards[row])
+            cut_off = {
+                row: episode.cut_off for row, episode in enumerate(episodes) if not episode.error
+            }
+            final_rewards = self._checked(self.environments.end(cut_off, len(episodes)), episodes)
+            for row, reward in final_rewards.items():
+                episodes[row].add_reward(reward)
+        kept = self.failures.kept(episodes)
+        episodes = [episodes[row] for row in kept]
+        prompts = prompts.select(kept)
         # Rewards get the dataset's prompts. The token ids include the first observations.
-        ids = [episode.prompt_ids for episode in episodes]
-        rollout = _rollout(episodes)
+        ids = [episode.row.prompt_ids for episode in episodes]
+        rollout = rollout_of(episodes)
         if self.format.has_calls:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
+
+    def prepare(self, following: Prompts, engine: RolloutEngine) -> None:
+        """Do nothing: `AsyncTurns` runs episodes ahead."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of failed episodes since the last call, if they are dropped."""
+        return self.failures.metrics()
 
     def close(self) -> None:
         """Close the environments. Errors are reported as messages."""
@@ -221,113 +173,187 @@ class Turns:
             for row in range(len(prompts))
         ]
         rows = zip(prompts.prompts, prompts.token_ids, columns, strict=True)
-        episodes = [Episode(prompt, ids, row_columns) for prompt, ids, row_columns in rows]
+        episodes = [
+            Episode(row_columns, Row(prompt, ids, self.format)) for prompt, ids, row_columns in rows
+        ]
         openings = self._checked(self.environments.reset(prompts.prompts, columns), episodes)
-        for row, episode in enumerate(episodes):
-            with self._saving(episode):
-                self._begin(episode, openings[row], max_new_tokens)
+        for row, opening in openings.items():
+            with self._saving(episodes[row]):
+                self._begin(episodes[row], opening, max_new_tokens)
         return episodes
 
     def _begin(self, episode: Episode, opening: Any, max_new_tokens: int) -> None:
         """Begin an episode with what `reset` returned."""
         where = f"environment {self.name!r}, what reset returned"
+        row = episode.row
+        if isinstance(opening, Conversation):
+            row.format = self.format.of(opening)
+            opening = opening.messages
         if isinstance(opening, str):
             if not opening.strip():
                 raise DataError(f"{where}: the prompt is empty")
-            opening = as_opening(encodable(opening), episode.prompt)
-        elif opening is not None:
-            opening = [{**m, "content": encodable(m["content"])} for m in opening]
+            opening = as_opening(encodable(opening), row.prompt)
         if opening is not None:
-            opening = self.format.opening(opening)
-            episode.prompt = opening
-            episode.prompt_ids = encode_prompt(
-                opening, self.tokenizer, where, **self.format.template_options
+            row.prompt = opening if isinstance(opening, str) else _opened(row.format, opening)
+            row.prompt_ids = encode_prompt(
+                row.prompt, self.tokenizer, where, **row.format.template_options
             )
-        episode.turns = as_turns(episode.prompt, "prompt" if opening is None else ENVIRONMENT)
-        if len(episode.prompt_ids) + max_new_tokens > self.context:
+        episode.turns = as_turns(row.prompt, "prompt" if opening is None else ENVIRONMENT)
+        if len(row.prompt_ids) + max_new_tokens > self.context:
             raise DataError(
-                f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
+                f"environment {self.name!r}: an episode begins with {len(row.prompt_ids)} "
                 f"tokens, which leave no room for a turn of {max_new_tokens}"
             )
-        if is_chat(episode.prompt):
-            episode.prompt = copy.deepcopy(list(episode.prompt))
+        if is_chat(row.prompt):
+            row.prompt = copy.deepcopy(list(row.prompt))
+
+    def _parse(self, episode: Episode, conversation: list[int], ids: list[int], text: str) -> Any:
+        """Return a turn in the form for the environment, and append its message to the row."""
+        row = episode.row
+        turn = row.format.parse(conversation, ids, text)
+        row.add_message(row.format.message(turn, text))
+        episode.add_info(StepInfo(invalid=row.format.is_malformed(turn)))
+        return turn
 
     def _take_answer(
         self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
     ) -> None:
         """Add the reward, and append the observation or end the episode."""
         episode.add_reward(answer.reward)
+        episode.add_info(answer.info)
         if answer.done:
             episode.finish_reason = FINISHED
             return
-        # Also after the last turn: V_next is the value at the observation.
+        has_room = False
         with self._saving(episode):
-            ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
-        episode.add_observation(ids, self.context)
-        episode.turns += as_turns(answer.observation, ENVIRONMENT)
-        episode.calls += self.format.outcomes(answer.observation)
+            if isinstance(answer.observation, Conversation):
+                has_room = self._take_conversation(
+                    episode, answer.observation, sampling, is_last=is_last
+                )
+            else:
+                has_room = self._take_observation(episode, answer.observation, sampling)
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
-        elif len(episode.conversation) + sampling.max_new_tokens > self.context:
+        elif not has_room:
             episode.finish_reason = TRUNCATED
 
-    def _observation_ids(
-        self, episode: Episode, observation: Any, stop_token_ids: Sequence[int]
-    ) -> list[int]:
-        """Return the tokens between the policy's last token and its next turn."""
-        where = f"environment {self.name!r}, an observation"
-        if is_chat(episode.prompt):
-            text = self._chat_text(episode, observation, stop_token_ids, where)
+    def _take_observation(self, episode: Episode, observation: Any, sampling: Sampling) -> bool:
+        """Append an observation, and return whether there is room for a turn after it.
+
+        It is also appended after the last turn: V_next is the value at the observation.
+        """
+        row = episode.row
+        if is_chat(row.prompt):
+            messages = observation
+            if isinstance(observation, str):
+                messages = [{"role": "user", "content": observation}]
+            ids = self._ids_after(row, row.ends[-1], messages, sampling)
+            row.prompt = [*row.prompt, *messages]
         elif isinstance(observation, str):
-            text = observation
+            ids = self._ids_of(observation)
         else:
-            raise DataError(f"{where}: it must be a text because the prompt is one, got messages")
+            raise DataError(
+                f"{self._where}: it must be a text because the prompt is one, got messages"
+            )
+        row.add_observation(ids, self.context)
+        episode.add_entries(as_turns(observation, ENVIRONMENT))
+        episode.calls += self.format.outcomes(observation)
+        return self._has_room(row.conversation, sampling)
+
+    def _take_conversation(
+        self, episode: Episode, conversation: Conversation, sampling: Sampling, *, is_last: bool
+    ) -> bool:
+        """Continue the conversation's row or open one, and return whether a turn has room.
+
+        Without another turn, only the row of the last turn is continued.
+        """
+        turn_format = self.format.of(conversation)
+        messages = _opened(turn_format, conversation.messages)
+        found = episode.longest_prefix(messages, turn_format)
+        if found is None:
+            known = 0
+            ids = encode_prompt(
+                messages, self.tokenizer, self._where, **turn_format.template_options
+            )
+        else:
+            row, end = found
+            known = end.messages
+            after = self._ids_after(row, end, messages[known:], sampling)
+            ids = row.conversation[: end.tokens] + after
+        has_room = self._has_room(ids, sampling)
+        if found is not None and end is row.ends[-1]:
+            if row is not episode.row and (is_last or not has_room):
+                return has_room  # the row of the last turn gets the reward
+            row.prompt = messages
+            row.add_observation(after, self.context)
+            episode.row = row
+        elif is_last or not has_room:
+            return has_room
+        else:
+            episode.open_row(Row(messages, ids, turn_format))
+        episode.add_entries(as_turns(messages[known:], ENVIRONMENT))
+        return has_room
+
+    def _has_room(self, conversation: list[int], sampling: Sampling) -> bool:
+        return len(conversation) + sampling.max_new_tokens <= self.context
+
+    @property
+    def _where(self) -> str:
+        """The start of error messages about an observation."""
+        return f"environment {self.name!r}, an observation"
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Return the tokens of an observation's text."""
         ids = token_ids(self.tokenizer, encodable(text))
         if not ids:
-            raise DataError(f"{where}: it has no tokens")
+            raise DataError(f"{self._where}: it has no tokens")
         return ids
 
-    def _chat_text(
-        self, episode: Episode, observation: Any, stop_token_ids: Sequence[int], where: str
-    ) -> str:
-        """Return the chat template's text between the policy's last token and its next turn."""
-        if isinstance(observation, str):
-            observation = [{"role": "user", "content": observation}]
+    def _ids_after(
+        self, row: Row, end: TurnEnd, messages: Sequence[dict[str, Any]], sampling: Sampling
+    ) -> list[int]:
+        """Return the tokens between the end of a turn and the turn after further messages.
+
+        They are those of the chat template's text.
+        """
         mark = PLACEHOLDER
-        while mark in str(observation):
+        while mark in str(messages):
             mark += PLACEHOLDER[-1]
-        marked = [*episode.prompt, {"role": "assistant", "content": mark}, *observation]
-        options = {"add_generation_prompt": True, **self.format.template_options}
-        rendered = render_chat(self.tokenizer, marked, where, **options)
+        before = row.prompt[: end.messages - 1]
+        marked = [*before, {"role": "assistant", "content": mark}, *messages]
+        options = {"add_generation_prompt": True, **row.format.template_options}
+        rendered = render_chat(self.tokenizer, marked, self._where, **options)
         _, found, text = rendered.rpartition(mark)
         if not found:
-            raise DataError(f"{where}: the chat template ignores an assistant's message")
-        last_token = self.tokenizer.decode(episode.tokens[-1:])
-        if episode.tokens[-1] in stop_token_ids and text.lstrip().startswith(last_token):
+            raise DataError(f"{self._where}: the chat template ignores an assistant's message")
+        last = row.conversation[end.tokens - 1]
+        last_token = self.tokenizer.decode([last])
+        if last in sampling.stop_token_ids and text.lstrip().startswith(last_token):
             text = text.lstrip().removeprefix(last_token)
-        turn = {"role": "assistant", "content": episode.turns[-1]["text"]}
-        episode.prompt = [*episode.prompt, turn, *observation]
-        return text
+        return self._ids_of(text)
 
-    def _checked(
-        self, answers: Mapping[int, Any], episodes: Sequence[Episode]
-    ) -> Mapping[int, Any]:
-        """Return the answers. For a failure, save its episode and raise RewardError."""
-        failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
-        if not failed:
-            return answers
-        failure: Failure = answers[failed[0]]
-        saved = self._save(episodes[failed[0]], failure)
-        raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
+    def _checked(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> dict[int, Any]:
+        """Return the answers by row, in order, without failures. Save the episodes of those."""
+        checked = {}
+        for row, answer in sorted(answers.items()):
+            if isinstance(answer, Failure):
+                saved = self._save(episodes[row], answer)
+                error = RewardError(f"environment {self.name!r} {answer.sentence}{saved}")
+                self.failures.take(episodes[row], error)
+            else:
+                checked[row] = answer
+        return checked
 
     @contextmanager
     def _saving(self, episode: Episode) -> Iterator[None]:
-        """Save the episode, and raise RewardError, if its text cannot be used."""
+        """Save the episode, which has failed, if its text cannot be used."""
         try:
             yield
         except DataError as error:
             saved = self._save(episode, Failure(str(error)))
-            raise RewardError(f"{error}{saved}") from error
+            failure = RewardError(f"{error}{saved}")
+            failure.__cause__ = error
+            self.failures.take(episode, failure)
 
     def _save(self, episode: Episode, failure: Failure) -> str:
         """Write a failed episode on the first rank. Return the end of the error message."""
@@ -343,40 +369,26 @@ class Turns:
             "environment": self.name,
             "reason": failure.sentence,
             "traceback": failure.traceback,
-            "prompt": episode.prompt,
+            "prompt": episode.row.prompt,
             "columns": episode.columns,
             "turns": episode.turns,
-            "conversation": self.tokenizer.decode(episode.conversation),
+            "conversation": self.tokenizer.decode(episode.row.conversation),
         }
         text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
         write_whole(self.failure_file, text)
         return f" (episode saved to {self.failure_file})"
 
 
-def as_turns(read: Any, role: str) -> list[dict[str, Any]]:
-    """Convert a text or messages to entries of `Rollout.turns`."""
-    if isinstance(read, str):
-        return [{"role": role, "text": read}]
-    return [{"role": message["role"], "text": text_of(message["content"])} for message in read]
+def _by_turn(sampling: Sampling) -> Iterator[Sampling]:
+    """Yield the sampling of each turn: with a seed of its own if there is a seed."""
+    if sampling.seed is None:
+        yield from itertools.repeat(sampling)
+    generator = torch.Generator().manual_seed(sampling.seed or 0)
+    while True:
+        yield replace(sampling, seed=int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
-def _rollout(episodes: Sequence[Episode]) -> Rollout:
-    """Convert the episodes to a rollout.
-
-    Truncated episodes have no bootstrap value: it would be the value at the last observation.
-    """
-    by_token: dict[str, Any] = {
-        name: [torch.cat(episode.by_token[name]) for episode in episodes]
-        for name in BY_TOKEN
-        if all(name in episode.by_token for episode in episodes)
-    }
-    versions = [episode.version for episode in episodes if episode.version is not None]
-    return Rollout(
-        [episode.tokens for episode in episodes],
-        [episode.finish_reason or OUT_OF_TURNS for episode in episodes],
-        response_mask=[episode.response_mask for episode in episodes],
-        rewards=[episode.rewards for episode in episodes],
-        turns=[episode.turns for episode in episodes],
-        versions=versions or None,
-        **by_token,
-    )
+def _opened(turn_format: TurnFormat, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages that begin a conversation, as the policy reads them."""
+    cleaned = [{**message, "content": encodable(message["content"])} for message in messages]
+    return list(turn_format.opening(cleaned))

@@ -18,6 +18,7 @@ double-sided mask, or DPPO's divergence masks. With `T` the temperature and `z` 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple, TypeVar, Unpack
 
 import torch
@@ -123,25 +124,26 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     scalars.choice("objective", objective, (*OBJECTIVES, CUSTOM))
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
+    mean = Sums(*(sums / n).unbind())
     clipped = part.above_positive + part.below_negative
     if objective in ("cispo", "dis", CUSTOM):
         clipped = part.outside
     return {
         "policy_loss": part.policy_loss,
-        "entropy": part.entropy / n,
-        "kl": part.kl / n,
-        "approx_kl": part.approx_kl / n,
+        "entropy": mean.entropy,
+        "kl": mean.kl,
+        "approx_kl": mean.approx_kl,
         "clip_fraction": clipped / n,
-        "dual_clip_fraction": part.dual_clipped / n,
-        "ratio_mean": part.ratio / n,
-        "ratio_variance": (part.ratio_squared / n - (part.ratio / n) ** 2).clamp(min=0),
+        "dual_clip_fraction": mean.dual_clipped,
+        "ratio_mean": mean.ratio,
+        "ratio_variance": (mean.ratio_squared - mean.ratio**2).clamp(min=0),
         "ratio_max": part.ratio_max,
         "effective_sample_size": part.ratio**2
         / (n * part.ratio_squared).clamp(min=torch.finfo(sums.dtype).tiny),
-        "ratio_above_positive": part.above_positive / n,
-        "ratio_below_positive": part.below_positive / n,
-        "ratio_above_negative": part.above_negative / n,
-        "ratio_below_negative": part.below_negative / n,
+        "ratio_above_positive": mean.above_positive,
+        "ratio_below_positive": mean.below_positive,
+        "ratio_above_negative": mean.above_negative,
+        "ratio_below_negative": mean.below_negative,
     }
 
 
@@ -232,14 +234,17 @@ def _check_inplace(logits: Tensor) -> None:
             f"inplace=True needs logits that collapse to [N, V] or [B, T, V] without a copy, got "
             f"shape {list(logits.shape)} with strides {logits.stride()}"
         )
-    reach = logits.shape[-1]
-    axes = list(zip(logits.shape, logits.stride(), strict=True))[:-1]
-    for size, stride in sorted(axes, key=lambda axis: axis[1]):
-        if size > 1 and stride < reach:
-            raise ValueError(
-                f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
-            )
-        reach = max(reach, size * stride)
+    shape_and_strides = zip(logits.shape[:-1], logits.stride()[:-1], strict=True)
+    axes = [(size, stride) for size, stride in shape_and_strides if size > 1]
+    # In pairs, since torch.compile cannot sort symbolic strides.
+    overlap = any(stride < logits.shape[-1] for _, stride in axes) or any(
+        a_stride < b_size * b_stride and b_stride < a_size * a_stride
+        for (a_size, a_stride), (b_size, b_stride) in itertools.combinations(axes, 2)
+    )
+    if overlap:
+        raise ValueError(
+            f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
+        )
 
 
 # ------------------------------------------------------------------------- loss from hidden states

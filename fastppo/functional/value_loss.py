@@ -79,10 +79,10 @@ class ValueLossFunction(torch.autograd.Function):
         wide_values = values.to(wide)
         wide_returns = returns.to(wide)
         weights = weights.to(wide)
-        counted = weights != 0
+        uncounted = weights == 0
+        still = uncounted  # tokens without a derivative
         error = (wide_values - wide_returns).square()
         clipped_count = error.new_zeros(())
-        moving_weights = weights  # 0 for clipped values
         if old_values is not None and clip_ratio is not None:
             old = old_values.to(wide)
             change = wide_values - old
@@ -90,16 +90,16 @@ class ValueLossFunction(torch.autograd.Function):
             clipped_error = (clipped_values - wide_returns).square()
             moves = (clipped_error <= error) | (change.abs() <= clip_ratio)
             error = torch.where(moves, error, clipped_error)
-            clipped_count = (~moves & counted).sum(dtype=wide)
-            moving_weights = weights * moves
-        ctx.save_for_backward(values, returns, moving_weights)
+            still = uncounted | ~moves
+            clipped_count = (still & ~uncounted).sum(dtype=wide)
+        ctx.save_for_backward(values, returns, weights, still)
         ctx.mark_non_differentiable(clipped_count)
         # Masked entries may hold anything, and 0·NaN is not 0.
-        return 0.5 * torch.where(counted, weights * error, 0.0).sum(), clipped_count
+        return 0.5 * (weights * error).masked_fill_(uncounted, 0.0).sum(), clipped_count
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor, by_clipped_count: Tensor) -> tuple[Tensor | None, ...]:
-        values, returns, weights = ctx.saved_tensors
+        values, returns, weights, still = ctx.saved_tensors
         slope = values.to(weights.dtype) - returns.to(weights.dtype)
-        grad = torch.where(weights != 0, weights * slope * by_loss, 0.0)
+        grad = (weights * slope * by_loss).masked_fill_(still, 0.0)
         return grad.to(values.dtype), None, None, None, None

@@ -36,7 +36,7 @@ from torch import Tensor
 from fastppo.functional.lm_head import head_weight, why_no_weight
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head, lm_head_of
-from fastppo.models.trunk import hidden_states
+from fastppo.models.trunk import hidden_states, trunk_of
 
 TESTED = ("1.12", "1.16")
 """The oldest and the newest tested release of TRL."""
@@ -239,7 +239,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 def _response_states(model: Any, ids: Tensor, attended: Tensor, length: int) -> Tensor:
     """Return the hidden states [B, length, H] that predict the last `length` tokens."""
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return hidden_states(causal_lm.base_model, ids, attended)[:, -length - 1 : -1]
+    return hidden_states(trunk_of(causal_lm), ids, attended)[:, -length - 1 : -1]
 
 
 def _head_of(model: Any) -> Head:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastppo.models.multimodal import frozen_modules
 from fastppo.models.quantized import dequantized_weight, is_quantized
 
 
@@ -28,6 +29,7 @@ def add_adapters(
 
     Raises:
         ImportError: peft is not installed.
+        ValueError: two adapted layers share their weight, so that they cannot be merged.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -38,6 +40,7 @@ def add_adapters(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=list(target_modules) if target_modules else "all-linear",
+        exclude_modules=_left_out(model, by_name=bool(target_modules)) or None,
         # GPT-2's weights are transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type=task_type,
@@ -45,7 +48,56 @@ def add_adapters(
     with warnings.catch_warnings():
         # PEFT reads an attribute under the name it had before transformers renamed it.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-        return get_peft_model(model, config)
+        # PEFT itself sets these for experts that share one tensor, by two names.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        peft = get_peft_model(model, config)
+    _check_untied(model)
+    return peft
+
+
+def _check_untied(model: nn.Module) -> None:
+    """Raise ValueError if two adapted layers share their weight, as in Zamba."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            weight = getattr(module.get_base_layer(), "weight", None)
+            first = names.setdefault(id(weight), name)
+            if weight is not None and first != name:
+                raise ValueError(
+                    f"lora_rank: {type(model).__name__} has one weight for {first} and {name}, and "
+                    "two adapters cannot be merged into it; leave them out of lora_target_modules"
+                )
+
+
+def _left_out(model: PreTrainedModel, *, by_name: bool) -> list[str]:
+    """Return the names of the modules without adapters.
+
+    Vision tower and projector are frozen.
+
+    Args:
+        by_name: whether the user names the modules with adapters.
+    """
+    frozen = list(frozen_modules(model))
+    return frozen if by_name else [*frozen, *_not_adapted(model)]
+
+
+def _not_adapted(model: nn.Module) -> list[str]:
+    """Return the names of linear layers that would ignore adapters, or fail with them.
+
+    Routers are linear layers that also return scores (Llama 4), or read their weight directly
+    (LongCat), as the mixers of Mamba read those of `dt_proj` and `out_proj`. DeepSeek-V4 multiplies
+    groups of inputs.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith(("Router", "GroupedLinear")):
+            names += [f"{name}.{child}".removesuffix(".") for child, _ in module.named_modules()]
+        if hasattr(module, "A_log") and hasattr(module, "D"):
+            names += [f"{name}.dt_proj", f"{name}.out_proj"]
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name in names if name in linear]
 
 
 def adapters_of(model: PreTrainedModel, options: Any, task_type: str = "CAUSAL_LM") -> Any:
@@ -99,13 +151,16 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
         if name in quantized:
             value = dequantized_weight(quantized[name])
         value = value.to(torch.promote_types(value.dtype, saved_dtype))
-        owner = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)
-        if owner is None:
-            state[name] = value
-        elif name.startswith(f"{owner}.base_layer."):
+        # Innermost first: adapters on two tensors of one module are nested.
+        owners = sorted((x for x in adapted if name.startswith(f"{x}.")), key=len, reverse=True)
+        if any(not name.startswith(f"{owner}.base_layer.") for owner in owners):
+            continue  # a weight of an adapter
+        for owner in owners:
             leaf = name.removeprefix(f"{owner}.base_layer.")
-            if leaf == "weight":
+            # Experts in one tensor are adapted by the name of their parameter.
+            if leaf == getattr(adapted[owner], "parameter_name", "weight"):
                 for adapter in adapted[owner].active_adapters:
                     value = value + adapted[owner].get_delta_weight(adapter).to(value.dtype)
-            state[f"{owner}.{leaf}"] = value
+            name = f"{owner}.{leaf}"
+        state[name] = value
     return state

@@ -14,18 +14,18 @@ from torch import nn
 
 from fastppo.functional.scalars import counted, describe
 
-DEVICE_NAME = re.compile(r"auto|cpu(:0)?|cuda(:(0|[1-9][0-9]*))?")
-"""Pattern of valid devices: `auto`, and torch's names of CPUs and CUDA devices."""
+DEVICE_NAME = re.compile(r"auto|cpu(:0)?|mps(:0)?|cuda(:(0|[1-9][0-9]*))?")
+"""Pattern of valid devices: `auto`, and torch's names of CPUs, Apple's GPUs and CUDA devices."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device with this name; `auto` is a GPU if there is one.
+    """Return the device with this name; `auto` is a CUDA device if there is one, else the CPU.
 
     Raises:
         ValueError: this machine has no such device.
     """
     if DEVICE_NAME.fullmatch(name) is None:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {describe(name)}")
+        raise ValueError(f"device must be auto, cpu, mps, cuda, cuda:1, …, got {describe(name)}")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
@@ -34,6 +34,8 @@ def choose_device(name: str) -> torch.device:
             f"device={name}: torch {torch.__version__} sees "
             f"{counted(torch.cuda.device_count(), 'GPU')} here"
         )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={name}: torch {torch.__version__} sees no Apple GPU here")
     return torch.device(name)
 
 
@@ -41,6 +43,8 @@ def device_name(device: torch.device) -> str:
     """Return the model name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return f"Apple GPU, {platform.machine()}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -105,8 +105,17 @@ class RefStates(NamedTuple):
 
 
 def lm_head_of(causal_lm: PreTrainedModel) -> Any:
-    """Return the lm-head layer, or the active adapter's copy of it (PEFT's `modules_to_save`)."""
+    """Return the lm-head layer, or the active adapter's copy of it (PEFT's `modules_to_save`).
+
+    Raises:
+        ValueError: the model has no lm-head.
+    """
     layer: Any = causal_lm.get_output_embeddings()
+    if layer is None:
+        raise ValueError(
+            f"{type(causal_lm).__name__} cannot be trained: expected a causal LM with an lm-head, "
+            "and its get_output_embeddings() is None"
+        )
     return active_copy(layer)
 
 
@@ -116,5 +125,11 @@ def _logit_transform(config: Any) -> tuple[float, float | None]:
     scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
         scale *= getattr(text, name, None) or 1.0
-    scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
-    return float(scale), getattr(text, "final_logit_softcapping", None)  # Gemma
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite; Inkling
+        scale /= getattr(text, name, None) or 1.0
+    # Gemma; RecurrentGemma; xLSTM
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        softcap = getattr(text, name, None)
+        if softcap is not None:
+            return float(scale), softcap
+    return float(scale), None

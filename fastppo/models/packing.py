@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import context_length, hidden_states, takes_mark
+from fastppo.models.trunk import context_length, hidden_states, takes_mark, trunk_of
 from fastppo.models.value import CriticValue
 
 LENGTHS = (5, 11, 3, 8)
@@ -59,11 +59,11 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
 
 def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
     """Return (role, trunk) for every model that reads the policy's batches."""
-    trunks: list[tuple[str, Any]] = [("the policy", policy.causal_lm.base_model)]
+    trunks: list[tuple[str, Any]] = [("the policy", trunk_of(policy.causal_lm))]
     if isinstance(policy.value_function, CriticValue):
         trunks.append(("the critic", policy.value_function.trunk))
     if reference is not None:
-        trunks.append(("the reference", reference.causal_lm.base_model))
+        trunks.append(("the reference", trunk_of(reference.causal_lm)))
     return trunks
 
 
@@ -77,8 +77,10 @@ def difference(trunk: Any) -> str | None:
     padded = _states_and_gradient(trunk, batch.layout())
     try:
         packed = _states_and_gradient(trunk, batch.packed_layout())
-    except (RuntimeError, ValueError, TypeError) as error:
-        return f"its forward or backward pass fails ({error})"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a trunk may fail in any way
+        return f"its forward or backward pass fails ({type(error).__name__}: {error})"
     dtype = torch.float32
     if torch.is_autocast_enabled(batch.device.type):
         dtype = torch.get_autocast_dtype(batch.device.type)
@@ -107,7 +109,7 @@ def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
 
     def keep(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[0]
+        return embedded[0].clone()  # CTRL scales its embeddings in place
 
     hook = trunk.get_input_embeddings().register_forward_hook(keep)
     try:

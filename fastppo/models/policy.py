@@ -31,6 +31,7 @@ from fastppo.models.trunk import (
     prepare,
     states_at,
     switch_dropout_off,
+    trunk_of,
 )
 from fastppo.models.value import CriticValue, SharedValue, ValueFunction
 
@@ -65,7 +66,7 @@ class LanguageModel(nn.Module):
             )
         switch_dropout_off(causal_lm)
         self.eval()
-        prepare(causal_lm.base_model)
+        prepare(trunk_of(causal_lm))
 
     @property
     def peft(self) -> Any:
@@ -111,15 +112,17 @@ class LanguageModel(nn.Module):
     def _hidden(self, layout: Layout, positions: Tensor) -> Tensor:
         # In a sharded model `hidden` and `forward` gather weights, so neither may call the other
         # (`fastppo.models.sharding`).
-        trunk = self.causal_lm.base_model
-        return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
+        trunk = trunk_of(self.causal_lm)
+        return states_at(
+            trunk, positions, layout.input_ids, packing=layout.packing, images=layout.images
+        )
 
     def padded_states(
         self, input_ids: Tensor, attention_mask: Tensor, *, row: Tensor, column: Tensor
     ) -> Tensor:
         """Return final hidden states [N, H] at positions [N] of right-padded rows [B, S]."""
         positions = row * input_ids.shape[1] + column
-        return states_at(self.causal_lm.base_model, positions, input_ids, attention_mask)
+        return states_at(trunk_of(self.causal_lm), positions, input_ids, attention_mask)
 
     @torch.no_grad()
     def response_stats(
@@ -127,9 +130,10 @@ class LanguageModel(nn.Module):
     ) -> TokenStats:
         """Return logprobs and entropy of the response tokens, [N] fp32, nats."""
         with self.autocast():
-            hidden = self.hidden(self.layout(batch))
+            layout = self.layout(batch)
+            hidden = self.hidden(layout)  # first: it gathers the head of a sharded model
             return self.head.token_stats(
-                hidden, batch.response_tokens, temperature=temperature, backend=backend
+                hidden, layout.response_tokens, temperature=temperature, backend=backend
             )
 
     def response_logprobs(
@@ -147,7 +151,7 @@ class LanguageModel(nn.Module):
 
     def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
         """Return the 0-d mean cross entropy of input_ids [B, S] except first tokens, nats."""
-        states = hidden_states(self.causal_lm.base_model, input_ids)
+        states = hidden_states(trunk_of(self.causal_lm), input_ids)
         stats = self.head.token_stats(states[:, :-1], input_ids[:, 1:], backend=backend)
         return -stats.logprobs.mean()
 
@@ -161,18 +165,28 @@ class LanguageModel(nn.Module):
         """Compare trunk and head with the model's own logits on a small batch.
 
         Raises:
-            ValueError: they differ, for example by a logit transform that FastPPO does not know.
+            ValueError: they cannot be computed, or differ, for example by a logit transform that
+                FastPPO does not know.
         """
         length = min(8, self.context or 8)
         ids = torch.arange(2 * length, device=self.device).view(2, length)
         ids = (ids * 7 + 3) % self.head.vocabulary
-        with torch.no_grad():
-            # The same matmuls on two paths agree to rounding; an unknown scale, cap or second norm
-            # changes the first digit.
-            theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
-            states = hidden_states(self.causal_lm.base_model, ids)
-            ours = self.head.logits(states)
         name = type(self.causal_lm).__name__
+        try:
+            with torch.no_grad():
+                # The same matmuls on two paths agree to rounding; an unknown scale, cap or second
+                # norm changes the first digit.
+                theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+                states = hidden_states(trunk_of(self.causal_lm), ids)
+                ours = self.head.logits(states)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model of another kind may fail in any way
+            raise ValueError(
+                f"{name} cannot be trained: expected a decoder of text whose trunk turns input_ids "
+                "into last_hidden_state and whose head turns these into logits; on a small batch "
+                f"they raise {type(error).__name__}: {error}"
+            ) from error
         largest = theirs.abs().max().item()
         if not theirs.isfinite().all():
             raise ValueError(f"{name}: its logits are not finite; do its weights have NaN or inf?")
@@ -224,7 +238,7 @@ class ActorCritic(LanguageModel):
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(causal_lm, peft, compute_dtype)
-        self.value_function = value_function or SharedValue(causal_lm.base_model, self.head.width)
+        self.value_function = value_function or SharedValue(trunk_of(causal_lm), self.head.width)
         switch_dropout_off(self.value_function)
         self.eval()
         if isinstance(self.value_function, CriticValue):
@@ -257,7 +271,7 @@ class ActorCritic(LanguageModel):
         with self.autocast():
             out = self(layout, torch.cat([layout.predicting, layout.final]))
             stats = self.head.token_stats(
-                out.hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
+                out.hidden[:count], layout.response_tokens, temperature=temperature, backend=backend
             )
         return BatchEvaluation(
             logprobs=stats.logprobs,
@@ -308,6 +322,11 @@ class ActorCritic(LanguageModel):
         model.save_pretrained(directory, state_dict=state)
 
     def save_value_function(self, path: str | Path) -> None:
-        """Save the value head, and a critic's trunk, as safetensors."""
-        state = full_state(self.value_function)
-        save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
+        """Save the value head, and a critic's trunk without a vision tower, as safetensors."""
+        left_out = self.value_function.shared_names(self.causal_lm)
+        state = {
+            name: value.contiguous().cpu()
+            for name, value in full_state(self.value_function).items()
+            if name not in left_out
+        }
+        save_file(state, path)

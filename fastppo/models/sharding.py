@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fastppo.data.batch import Batch
 from fastppo.data.world import World
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import layers_of
+from fastppo.models.trunk import layers_of, trunk_of
 from fastppo.models.value import CriticValue
 
 PASSES = ("hidden", "language_model_loss")
@@ -114,7 +114,7 @@ def _widen(module: nn.Module) -> None:
 def _groups(model: LanguageModel) -> list[nn.Module]:
     """Return the submodules to gather separately, except the value head."""
     head = model.causal_lm.get_output_embeddings().weight
-    groups = _groups_of_trunk(model.causal_lm.base_model, head)
+    groups = _groups_of_trunk(trunk_of(model.causal_lm), head)
     if isinstance(model, ActorCritic) and isinstance(model.value_function, CriticValue):
         groups += _groups_of_trunk(model.value_function.trunk, head)
     return groups

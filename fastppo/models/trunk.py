@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Packing
+from fastppo.data.images import ImageInputs
 from fastppo.models.attention import (
     has_wrapped_attention,
     mark,
@@ -38,24 +39,50 @@ TAKES_MARK = "_fastppo_takes_mark"
 """Attribute of a trunk that stores the result of `prepare`."""
 
 
+def trunk_of(causal_lm: Any) -> Any:
+    """Return the trunk of a causal LM.
+
+    Raises:
+        ValueError: the model has no trunk.
+    """
+    trunk = causal_lm.base_model
+    if trunk is not causal_lm:
+        return trunk
+    # Llama 4's `base_model_prefix` names no attribute.
+    inner = [module for module in causal_lm.children() if isinstance(module, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ValueError(
+            f"{type(causal_lm).__name__} cannot be trained: expected a trunk, in its base_model or "
+            f"as its only PreTrainedModel, found {len(inner)}"
+        )
+    return inner[0]
+
+
 def hidden_states(
     trunk: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [B, S, H], after the trunk's last norm.
 
     Args:
-        trunk: `model.base_model` of a transformers model.
+        trunk: `trunk_of` a transformers model.
         input_ids, attention_mask: [B, S] int64. No mask is needed for padding on the right.
         packing: bounds of the sequences packed into input_ids [1, S].
+        images: what the vision tower returned for the sequences.
     """
     more: dict[str, Any] = {}
     if packing is not None:
         more = packed_arguments(packing)
+    if images is not None:
+        more |= images.arguments
     if attention_mask is None and _is_markable(trunk, input_ids, packing):
         attention_mask = mark(input_ids.device)
+    elif attention_mask is None and packing is None and _is_eager(trunk):
+        # Without a mask, transformers would read from the device whether rows are packed.
+        attention_mask = torch.ones_like(input_ids)
     output = trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **more)
     return output.last_hidden_state
 
@@ -66,13 +93,14 @@ def states_at(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [N, H] at `positions` [N], int64 in [0, B·S).
 
     Args:
-        input_ids, attention_mask, packing: as for `hidden_states`.
+        input_ids, attention_mask, packing, images: as for `hidden_states`.
     """
-    states = hidden_states(trunk, input_ids, attention_mask, packing)
+    states = hidden_states(trunk, input_ids, attention_mask, packing, images)
     return states.flatten(0, 1)[positions]
 
 
@@ -83,21 +111,24 @@ def last_states(
     attention_mask: Tensor | None,
     position_ids: Tensor,
     cache: Any,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [B, H] of each row's last token, and extend the cache.
 
     Args:
-        input_ids, position_ids: [B, S] int64, the tokens after those in the cache.
+        input_ids: [B, S] int64, the tokens after those in the cache.
+        position_ids: [B, S] int64, or [4, B, S] with M-RoPE.
         attention_mask: [B, cached + S] int64; None without padding.
         cache: a transformers cache of B rows.
+        images: what the vision tower returned for these tokens.
     """
+    more = {} if images is None else images.arguments
     kind: Any = type(trunk)
     output = trunk(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        position_ids=position_ids,
         use_cache=True,
-        **{_name_of_cache(kind): cache},
+        **{"position_ids": position_ids, _name_of_cache(kind): cache, **more},
     )
     return output.last_hidden_state[:, -1]
 
@@ -119,9 +150,24 @@ def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool
     return seen is None or input_ids.shape[1] <= seen
 
 
+def _is_eager(trunk: Any) -> bool:
+    """Return whether attention is computed in plain PyTorch, which needs every mask."""
+    return trunk.config.get_text_config()._attn_implementation == "eager"
+
+
 def takes_mark(trunk: Any) -> bool:
     """Return the result of `prepare`; False before it."""
     return getattr(trunk, TAKES_MARK, False)
+
+
+def takes_padding_mask(trunk: Any) -> bool:
+    """Return whether the trunk hands a mask [B, 1, S, columns] bool to its attention as it is.
+
+    transformers makes such a mask of one of shape [B, columns] in every forward pass, and waits for
+    the device to know whether there is padding at all.
+    """
+    config = trunk.config.get_text_config()
+    return takes_mark(trunk) and config._attn_implementation == "sdpa" and window(trunk) is None
 
 
 @torch.no_grad()
@@ -136,10 +182,12 @@ def prepare(trunk: Any) -> None:
     length = min(8, context_length(trunk) or 8)
     ids = torch.arange(2 * length, device=trunk.device).view(2, length)
     ids %= trunk.get_input_embeddings().weight.shape[0]
-    wanted = hidden_states(trunk, ids, torch.ones_like(ids))
-    setattr(trunk, TAKES_MARK, True)
     try:
+        wanted = hidden_states(trunk, ids, torch.ones_like(ids))
+        setattr(trunk, TAKES_MARK, True)
         same = torch.equal(hidden_states(trunk, ids), wanted)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # a trunk may fail in any way on a mask of unexpected shape
         same = False
     setattr(trunk, TAKES_MARK, same)
@@ -152,7 +200,9 @@ def layers_of(trunk: Any) -> nn.ModuleList:
         ValueError: the trunk has no single list of all layers.
     """
     total = trunk.config.get_text_config().num_hidden_layers
-    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
+    # A vision tower may have as many layers.
+    modules = trunk.get_decoder().modules()
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == total]
     if len(lists) != 1:
         raise ValueError(f"{type(trunk).__name__} has no single list of its {total} layers")
     return lists[0]

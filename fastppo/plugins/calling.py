@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,32 @@ class CallOptions:
     """Time limit per call in seconds. None means no limit."""
 
 
+_SHARES_RANDOM_STATE: ContextVar[bool] = ContextVar("shares_random_state", default=False)
+"""Whether another thread draws from torch's generators, so that their state must not be reset."""
+
+
+def shares_random_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of a thread, so that `call` in it leaves torch's random state alone."""
+
+    @functools.wraps(function)
+    def sharing(*arguments: Any, **keywords: Any) -> Any:
+        token = _SHARES_RANDOM_STATE.set(True)
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            _SHARES_RANDOM_STATE.reset(token)
+
+    return sharing
+
+
 @contextlib.contextmanager
 def _restoring_random_state() -> Iterator[None]:
     """Restore torch's random state at the end of the block."""
     import torch  # options are parsed without it
+
+    if _SHARES_RANDOM_STATE.get():
+        yield
+        return
 
     uses_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     with torch.random.fork_rng([torch.cuda.current_device()] if uses_gpu else []):

@@ -21,24 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch
+from fastppo.activity import counted
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.dynamic_sampling import make_dynamic_sampling
-from fastppo.ppo.estimators import estimate_advantages
+from fastppo.ppo.estimators import estimate_advantages, what_to_train
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
     LossSums,
     PhaseTimer,
     UpdateMeter,
-    experience_metrics,
+    read_experience,
     response_metrics,
     successes_per_minibatch,
 )
@@ -49,6 +50,7 @@ from fastppo.ppo.parts import Parts
 from fastppo.ppo.policies import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.pretraining import make_pretraining
 from fastppo.ppo.reporter import Reporter
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.state import RunState
 from fastppo.ppo.step_control import make_step_control
 from fastppo.ppo.value_head import make_value_head
@@ -141,6 +143,7 @@ class PPO:
         self.state.coefficient_control.update(metrics, len(experience), experience.trained)
 
         metrics |= response_metrics(scores, rollout, metrics, self.config.samples_per_prompt)
+        metrics |= self.parts.episode_runner.metrics()
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.generated_tokens, scores.total, scores.monitors)
         return Iteration(metrics, responses, experience, drawn)
@@ -164,28 +167,34 @@ class PPO:
             (the update's data, metrics).
         """
         config, state = self.config, self.state
-        batch = Batch.of(prompt_ids, rollout.tokens, self.parts.device, rollout.response_mask)
-        rolled_out = Experience.of_rollout(batch, rollout, scores, masks=config.truncated == "mask")
+        rows = Rows.of(prompt_ids, rollout)
+        batch = rows.batch(self.parts.device)
+        masks = config.truncated == "mask"
+        rolled_out = Experience.of_rows(batch, rows, rows.scores(scores), masks=masks)
         metrics = successes_per_minibatch(scores.total, config.minibatches)
         scores = scores.normalized(config.score_normalization, config.score_clip, state.score_scale)
 
-        def read_policies(limits: Limits) -> tuple[Experience, dict[str, float]]:
+        def read_policies(limits: Limits) -> tuple[Experience, dict[str, Tensor]]:
             plan = split(batch, limits, self.world)
-            read, mismatch = read_old_policy(
-                rolled_out, rollout, plan, config, parts=self.parts, given=given
+            old, mismatch = read_old_policy(
+                rolled_out, rows.rollout, plan, config, parts=self.parts, given=given
             )
             kl_coef = coefficients.kl_coef
-            return read_reference(read, self.reference, plan, config, kl_coef=kl_coef), mismatch
+            return read_reference(old, self.reference, plan, config, kl_coef=kl_coef), mismatch
 
         experience, mismatch = self.in_microbatches(read_policies, batch)
         experience = estimate_advantages(
             experience,
-            scores,
+            rows.scores(scores),
             config,
             coefficients,
             function=self.parts.functions.get("advantage"),
         )
-        metrics = experience_metrics(experience, config) | metrics | mismatch
+        # The host waits for a GPU here, and nowhere else before the update.
+        read = read_experience(experience, config, mismatch)
+        trained = what_to_train(read.has_signal, experience.masked, config, coefficients)
+        experience = replace(experience, trained=trained, response_kl=read.response_kl)
+        metrics |= read.metrics
         if experience.ref_logprobs is not None:
             metrics["kl_coef"] = coefficients.kl_coef
         return experience, metrics
@@ -205,17 +214,19 @@ class PPO:
             self.step_control.begin_epoch()
             self.value_head.begin_epoch(epoch)
             order = torch.randperm(len(experience))
-            for minibatch in experience.minibatches(order, config.minibatches, config.aggregation):
+            minibatches = experience.minibatches(order, config.minibatches, config.aggregation)
+            for minibatch in counted(minibatches, f"epoch {epoch + 1}"):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
                 if self.step_control.is_too_far:
                     break
             if self.step_control.is_done:
                 break
-        metrics = meter.metrics(config, coefficients) | coefficients.metrics
+        fit = {} if self.step_control.is_too_far else self.value_head.begin_fit()
+        metrics = meter.metrics(config, coefficients, fit) | coefficients.metrics
+        fitted = {name: metrics.pop(name) for name in fit}
         metrics |= self.step_control.end_update(metrics)
-        if not self.step_control.is_too_far:
-            self.value_head.fit()
+        self.value_head.end_fit(fitted)
         return metrics | self.value_head.metrics
 
     def accumulate_gradient(self, minibatch: Experience, coefficients: Coefficients) -> LossSums:
@@ -239,7 +250,7 @@ class PPO:
                 parts.append(sums)
             return parts
 
-        sums = LossSums.joined(self.in_microbatches(accumulate, minibatch), self.world)
+        sums = LossSums.joined(self.in_microbatches(accumulate, minibatch.batch), self.world)
         return self.pretraining.add_gradient(sums, coefficients, minibatch.trained)
 
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:

@@ -10,6 +10,8 @@ from typing import Any
 from fastppo.data import fingerprint
 from fastppo.data.files import written_whole
 from fastppo.models.device import choose_device
+from fastppo.models.images import NoImages
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import unsharded
@@ -35,16 +37,24 @@ OF_WEIGHTS = (
 
 
 def export(
-    model: ActorCritic, tokenizer: Any, directory: Path, value_function: Path | None = None
+    model: ActorCritic,
+    tokenizer: Any,
+    directory: Path,
+    value_function: Path | None = None,
+    images: NoImages | None = None,
 ) -> None:
-    """Write an unsharded policy and its tokenizer.
+    """Write an unsharded policy, its tokenizer, and its processor of images if it has one.
 
     Args:
+        images: the run's, which has a processor that was passed in.
         value_function: file for the value function; None for none.
     """
     with written_whole(directory) as unfinished:
         model.save_policy(unfinished)
         tokenizer.save_pretrained(unfinished)
+        save_processor_files(model.causal_lm, unfinished)
+        if images is not None:
+            images.save(unfinished)
         if value_function is not None:
             model.save_value_function(unfinished / value_function.name)
             (unfinished / value_function.name).replace(value_function)
@@ -86,20 +96,47 @@ def policy_of(path: Path, device: str = "auto") -> tuple[ActorCritic, Any]:
             + (f", such as {known}" if known else "")
         )
     run = manifest.read(path)["run"]
-    config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
-    model = run["fingerprints"]["model"]
-    if not config.model:
+    options = {name: run["options"][name] for name in OF_WEIGHTS}
+    if not options["model"]:
         raise ValueError(
             f"{path}: the run's model was passed in from Python: use trainer.save_policy(…)"
         )
+    name = found_from(path.parent, options["model"])
+    config = PPOConfig(device=device, **options | {"model": name})
     loader = ModelLoader(config, choose_device(device))
-    causal_lm = loader.causal_lm(config.model, "model")
-    if fingerprint.of_model(causal_lm) != model:
-        raise ValueError(f"{path}: model {config.model} has changed since the run started")
-    tokenizer = load_tokenizer(config.model)
+    try:
+        causal_lm = loader.causal_lm(name, "model")
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. The name is the option `model` of the run that wrote {path}; a relative "
+            "path is tried from the working directory, from the run's directory and from the "
+            "folders above it"
+        ) from error
+    if fingerprint.of_model(causal_lm) != run["fingerprints"]["model"]:
+        raise ValueError(
+            f"{path}: model {name}, the option `model` of the run, has changed since the run "
+            "started"
+        )
+    tokenizer = load_tokenizer(name)
     policy = make_policy(causal_lm, config, loader)
     checkpoint.load_policy(path, policy)
     return policy, tokenizer
+
+
+def found_from(run_dir: Path, name: str) -> str:
+    """Return a path in a run's options as it is found from here.
+
+    A relative path was relative to the working directory of the training. It is tried from this
+    working directory, from the run's directory, and from the folders above it.
+
+    Args:
+        name: path or hub name. It is returned unchanged if no such path exists.
+    """
+    run_dir = run_dir.resolve()
+    for folder in (Path(), run_dir, *run_dir.parents):
+        if (folder / name).exists():
+            return str(folder / name)
+    return name
 
 
 class Checkpoints:
@@ -177,10 +214,11 @@ class Checkpoints:
 
     def save_policy(self, tokenizer: Any, directory: Path) -> None:
         """Write the policy as transformers loads it, and the value function next to it."""
+        images = self.ppo.parts.images
         with unsharded(self.ppo.model):
             value_function = directory.parent / "value_function.safetensors"
             self.world.on_main_rank(
-                lambda: export(self.ppo.model, tokenizer, directory, value_function)
+                lambda: export(self.ppo.model, tokenizer, directory, value_function, images)
             )
 
     def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
@@ -197,7 +235,10 @@ class Checkpoints:
         checkpoint.load_policy(best, self.ppo.model)
         try:
             with unsharded(self.ppo.model):
-                self.world.on_main_rank(lambda: export(self.ppo.model, tokenizer, directory))
+                images = self.ppo.parts.images
+                self.world.on_main_rank(
+                    lambda: export(self.ppo.model, tokenizer, directory, images=images)
+                )
         finally:
             checkpoint.load_policy(self.newest, self.ppo.model)
         return best
@@ -214,11 +255,19 @@ class Checkpoints:
             return None
         return best
 
-    def how_far(self) -> str:
-        """Return the end of a stopped run's message."""
+    def how_far(self, *, is_user_code: bool = False) -> str:
+        """Return the end of a stopped run's message.
+
+        Args:
+            is_user_code: whether a user's file failed. A run with a changed file resumes only by
+                force.
+        """
         done = self.state.iteration
         end = self.config.iterations
-        return f" after {done} of {end} iterations; `--resume true` continues from {self.newest}"
+        flag = "`--resume true`"
+        if is_user_code:
+            flag += ", or `--resume force` once its file has changed,"
+        return f" after {done} of {end} iterations; {flag} continues from {self.newest}"
 
     def resume(self) -> bool:
         """Restore the newest intact checkpoint and return whether there was one.

@@ -21,13 +21,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from torch import Tensor
 
 from fastppo.data.batch import on_device
 from fastppo.functional import advantages as functional
 from fastppo.functional.advantages import Advantages, compute_advantages, gae
 from fastppo.functional.statistics import sampled_kl
-from fastppo.functional.user_functions import call_by_name, check_per_token, name_and_place
+from fastppo.functional.user_functions import (
+    call_by_name,
+    check_per_token,
+    name_and_place,
+    named_by,
+)
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
@@ -40,9 +46,9 @@ ONE_PER_RESPONSE = ("sequence", "rloo", "group")
 MONTE_CARLO = ("sequence", *CRITIC_FREE)
 """Kinds with λ = 1."""
 
-GROUP_EPS = 1e-4
-"""Added to a group's standard deviation, as a share of the batch's. TRL adds it in reward units, so
-that the scale of the rewards matters."""
+GROUP_EPS = 1e-6
+"""Added to a group's standard deviation, as a share of the batch's. TRL adds 1e-4 in reward units,
+with which the scale of the rewards matters."""
 
 SCORE_ROUNDING = 1e-6
 """Scores that differ by at most this share of their size are equal: fp32 has 7 digits."""
@@ -51,6 +57,9 @@ KL_ROUNDING = 2e-4
 """KL penalties of at most this many nats are rounding errors. If all responses earn the same and
 the policy still equals the reference, nothing else distinguishes them, and Adam would take a step
 of full length in their direction."""
+
+BY_EPISODE = ("samples_per_prompt", "episodes")
+"""Arguments of a user's advantage that are about episodes."""
 
 
 class Estimates(NamedTuple):
@@ -70,7 +79,7 @@ def estimate_advantages(
     *,
     function: Callable[..., Any] | None = None,
 ) -> Experience:
-    """Fill in the advantages and returns of packed responses, and what they train.
+    """Fill in the advantages and returns of packed responses.
 
     If all rewards, and `kl_coef` with them, are multiplied by a positive number, whitened
     advantages and those of `group` stay the same. They are 0 if all responses have the same
@@ -96,9 +105,12 @@ def estimate_advantages(
     masked = experience.masked
     if masked is not None:
         # Masked responses must not move the mean and the variance of the others.
-        totals = totals[~masked]
+        # The places are found on the CPU: for a mask on a GPU, the host would wait.
         lengths = experience.batch.generated_lengths
-        in_loss = on_device((~masked).repeat_interleave(lengths), experience.batch.device)
+        tokens = (~masked).repeat_interleave(lengths).nonzero()[:, 0]
+        in_loss = on_device(tokens, experience.batch.device)
+        episodes = experience.by_episode(~masked).nonzero()[:, 0]
+        totals = totals[on_device(episodes, totals.device)]
     learned = estimates.advantages[in_loss]
     spread = learned.std(correction=0) if len(learned) else learned.sum()
     size = spread if config.whiten_advantages else learned.square().mean().sqrt()
@@ -119,7 +131,6 @@ def estimate_advantages(
         returns=estimates.returns,
         monte_carlo_returns=monte_carlo_returns(experience, config),
         advantage_std=spread,
-        trained=what_to_train(advantages, masked, config, coefficients),
     )
 
 
@@ -129,15 +140,18 @@ def _size(numbers: Tensor) -> float:
 
 
 def what_to_train(
-    advantages: Tensor, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
+    has_signal: bool, masked: Tensor | None, config: PPOConfig, coefficients: Coefficients
 ) -> Trained:
     """Decide what an iteration trains.
 
     The policy is left out during `value_warmup_iterations`, and if its loss has no term: all
     advantages are 0, and there is no KL, entropy bonus, pretraining text or objective of the user.
+
+    Args:
+        has_signal: whether an advantage differs from 0.
+        masked: [B] bool on the CPU, responses left out of the loss.
     """
     is_warmup = coefficients.iteration < config.value_warmup_iterations
-    has_signal = bool(advantages.any())
     others = (coefficients.kl_loss_coef, coefficients.entropy_coef, coefficients.ptx_coef)
     has_term = has_signal or any(others) or "objective" in config.user_functions
     return Trained(
@@ -155,7 +169,7 @@ def with_rewards(
     Kinds of advantages without a value function have values of 0.
     """
     device = experience.batch.device
-    token_rewards = None if scores.within is None else scores.within.to(device)
+    token_rewards = None if scores.within is None else on_device(scores.within, device)
     if experience.ref_logprobs is None:
         kl_coef = 0.0
     if experience.exact_kl is not None:
@@ -166,11 +180,11 @@ def with_rewards(
     if config.bootstrap_truncated:
         assert experience.final_values is not None
         assert experience.truncated is not None
-        bootstrap = experience.final_values * experience.truncated.to(device).float()
+        bootstrap = experience.final_values * on_device(experience.truncated, device).float()
     values = experience.old_values
     return replace(
         experience,
-        last_rewards=scores.last.to(device),
+        last_rewards=on_device(scores.last, device),
         token_rewards=token_rewards,
         kl_coef=kl_coef,
         bootstrap=bootstrap,
@@ -188,17 +202,20 @@ def _estimates(experience: Experience, config: PPOConfig, rounding: float) -> Es
 
 
 def _discounted_scores(experience: Experience, scores: Scores, config: PPOConfig) -> Tensor:
-    """Return the discounted rewards of each response without the KL, [B] on the CPU.
+    """Return the discounted rewards of each episode without the KL, [episodes].
 
     If they are equal, no action was better than another.
     """
     if config.gamma == 1:
-        return scores.total
-    within = None if scores.within is None else scores.within.to(experience.batch.device)
+        return experience.by_episode(scores.total)
+    within = scores.within
+    if within is not None:
+        within = on_device(within, experience.batch.device)
     rewards_only = replace(
         experience, token_rewards=within, ref_logprobs=None, kl_coef=0.0, bootstrap=None
     )
-    return _of_responses(monte_carlo_returns(rewards_only, config), experience).cpu()
+    returns = monte_carlo_returns(rewards_only, config)
+    return experience.by_episode(_of_responses(returns, experience))
 
 
 def _of_responses(by_token: Tensor, experience: Experience) -> Tensor:
@@ -256,10 +273,15 @@ def _token_gae(experience: Experience, config: PPOConfig, *, lam: float | Tensor
 
 
 def _response_advantages(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
-    """One advantage per response, repeated for each of its tokens."""
+    """One advantage per response, repeated for each of its tokens.
+
+    `rloo` and `group` compare episodes, by the mean over their rows.
+    """
     result = _token_gae(experience, config, lam=1.0)
-    rewards = _of_responses(result.advantages, experience)
-    advantages = _against_group(rewards, config, rounding)
+    advantages = _of_responses(result.advantages, experience)
+    if config.advantage != "sequence":
+        rewards = experience.mean_of_rows(advantages)
+        advantages = experience.by_row(_against_group(rewards, config, rounding))
     lengths = experience.batch.cu_seqlens.diff()
     advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
     return Estimates(advantages, result.returns)
@@ -268,7 +290,23 @@ def _response_advantages(experience: Experience, config: PPOConfig, rounding: fl
 def _user_estimates(
     experience: Experience, config: PPOConfig, function: Callable[..., Any]
 ) -> Estimates:
-    """Compute advantages by a user-defined function."""
+    """Compute advantages by a user-defined function.
+
+    Raises:
+        ValueError: the function groups rows by `samples_per_prompt`, but an episode has several.
+    """
+    episodes = experience.episodes
+    if episodes is None:
+        episodes = torch.arange(len(experience.batch))
+    elif (
+        "samples_per_prompt" in (named := named_by(function, dict.fromkeys(BY_EPISODE, 0)))
+        and "episodes" not in named
+    ):
+        raise ValueError(
+            f"advantage {name_and_place(function)}: an episode has several rows, so that the "
+            "responses to a prompt are not samples_per_prompt rows: take `episodes`, the episode "
+            "of each row"
+        )
     advantages, returns = user_advantages(
         function,
         shaped_rewards(experience, config),
@@ -278,6 +316,7 @@ def _user_estimates(
         ref_logprobs=None if experience.ref_logprobs is None else experience.ref_logprobs.clone(),
         samples_per_prompt=config.samples_per_prompt,
         gamma=config.gamma,
+        episodes=on_device(episodes, experience.batch.device),
     )
     if returns is None:
         returns = monte_carlo_returns(experience, config)
@@ -299,24 +338,27 @@ def user_advantages(
     """
     first = {"rewards": rewards, "values": values, "mask": torch.ones_like(rewards).bool()}
     tensors = [x for x in (*first.values(), *offered.values()) if isinstance(x, Tensor)]
-    is_given_finite = all(x.isfinite().all() for x in tensors)
+    is_given_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
     result = call_by_name("advantage", function, first, offered)
     results = result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    checked = []
-    for name, value in zip(("advantages", "returns"), results, strict=False):
-        value = check_per_token("advantage", function, name, value, rewards)
-        invalid = int((~value.isfinite()).sum())
-        if invalid and is_given_finite:  # otherwise it is not the function's fault
+    checked = {
+        name: check_per_token("advantage", function, name, value, rewards)
+        for name, value in zip(("advantages", "returns"), results, strict=False)
+    }
+    # One read of the device for all checks.
+    counts = [(~value.isfinite()).sum() for value in checked.values()]
+    given, *invalid = torch.stack([is_given_finite.long(), *counts]).tolist()
+    for (name, value), count in zip(checked.items(), invalid, strict=True):
+        if count and given:  # otherwise it is not the function's fault
             raise ValueError(
-                f"advantage {name_and_place(function)}: NaN or infinite {name} of {invalid} of "
+                f"advantage {name_and_place(function)}: NaN or infinite {name} of {count} of "
                 f"{len(value)} tokens"
             )
-        checked.append(value)
-    return checked[0], checked[1] if len(checked) == 2 else None
+    return checked["advantages"], checked.get("returns")
 
 
 def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tensor:
-    """Return the advantages [B] of whole responses. Responses to one prompt are adjacent.
+    """Return the advantages of episodes, [B] like their rewards. Groups are adjacent.
 
     Args:
         rounding: deviation of a group whose rewards are equal, reward units.
@@ -324,8 +366,6 @@ def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tenso
     Raises:
         ValueError: the batch does not consist of whole groups.
     """
-    if config.advantage == "sequence":
-        return rewards
     count = config.samples_per_prompt
     if len(rewards) % count:
         raise ValueError(
@@ -389,7 +429,7 @@ def turn_gae(
     lengths = on_device(turn_lengths, experience.batch.device)
     first = lengths.cumsum(0) - lengths
     advantages, returns = gae(
-        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        torch.segment_reduce(rewards, "sum", lengths=lengths, unsafe=True),
         experience.old_values[first],
         cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
         gamma=config.gamma,
@@ -402,9 +442,9 @@ def turn_gae(
         return turn_values.repeat_interleave(lengths, output_size=len(rewards))
 
     # fp64, because both sums start at the beginning of the batch.
-    before = rewards.double().cumsum(0) - rewards.double()
+    before = wide(rewards).cumsum(0) - wide(rewards)
     earlier_in_turn = before - by_token(before[first])
-    return by_token(advantages), (by_token(returns).double() - earlier_in_turn).float()
+    return by_token(advantages), (wide(by_token(returns)) - earlier_in_turn).float()
 
 
 def _estimator(config: PPOConfig) -> str:

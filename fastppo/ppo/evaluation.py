@@ -15,23 +15,25 @@ from typing import Any
 
 from transformers import set_seed
 
-from fastppo.data.batch import Batch
+from fastppo.activity import begin_stage, during
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.algorithm import PPO
-from fastppo.ppo.metrics import policy_metrics, response_metrics, standard_errors
+from fastppo.ppo.metrics import LOGGED_SAMPLES, policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
+from fastppo.ppo.rows import Rows
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
 
-LOGGED_SAMPLES = 8
-"""Responses per iteration, and per evaluation, in the sample records."""
-
-SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
+SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "rows", "invalid_actions")
 """Evaluation metrics besides those of each reward, monitor, finish reason and tool call: means over
 the responses. `reward_error`, NaN for a single prompt, and `monitor_error/NAME` are the standard
 errors."""
+
+
+SHOWN_GROUPS = ("reward/", "monitor/", "finish/", "outcome/", "tools/")
+"""Beginnings of the names of evaluation metrics with several members."""
 
 
 @contextmanager
@@ -69,25 +71,31 @@ def evaluate_policy(
     Returns:
         dict: means of reward, each reward term and monitor, kl (nats per sequence, with a
         reference), entropy (nats per token), response_length and eos_rate; `completions`, the
-        texts; `scores`; `rollout`.
+        texts; `prompts`, `scores`, `rollout`, without failed episodes that are dropped.
     """
     config = ppo.config
     coefficients = ppo.state.coefficient_control.at(ppo.state.iteration)
     with (
         random_state_restored((config.seed + first) % 2**32),
         explain_out_of_memory("evaluation", config),
+        during("evaluating"),
     ):
+        begin_stage(f"from prompt {first + 1}" if first else "")
         prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
         scores = ppo.score(prompts, rollout, coefficients, scorer)
-    batch = Batch.of(prompts.token_ids, rollout.tokens, ppo.parts.device, rollout.response_mask)
+    batch = Rows.of(prompts.token_ids, rollout).batch(ppo.parts.device)
 
     def policy_means(limits: Limits) -> dict[str, float]:
         plan = split(batch, limits, ppo.world)
-        return policy_metrics(batch, plan, config, model=ppo.model, reference=ppo.reference)
+        return policy_metrics(
+            batch, len(prompts), plan, config, model=ppo.model, reference=ppo.reference
+        )
 
     return {
         **response_metrics(scores, rollout, {}),
+        **ppo.parts.episode_runner.metrics(),
         **ppo.in_microbatches(policy_means, batch),
+        "prompts": prompts,
         "completions": ppo.completions(prompts, rollout),
         "scores": scores,
         "rollout": rollout,
@@ -145,9 +153,10 @@ class Evaluation:
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
             result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
+            part = result["prompts"]
             applying = result["scores"].counts
             for name, value in result.items():
-                if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):
+                if name in SHOWN or name.startswith(SHOWN_GROUPS):
                     count = applying.get(name, len(part))
                     sums[name] = sums.get(name, 0.0) + value * count
                     counts[name] = counts.get(name, 0) + count
@@ -178,11 +187,11 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
     rewards = {name: values.or_none[row] for name, values in scored.items()}
     return {
         "row": begin + row,
-        "prompt": prompts.prompts[row],
+        **prompts.record(row),
         "completion": result["completions"][row],
         "reward": scores.total[row].item(),
         "rewards": rewards,
-        "tokens": rollout.generated_lengths[row],
+        "tokens": rollout.episode_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
         **rollout.turns_record(row),
     }

@@ -82,4 +82,5 @@ def check_advantage(function: Callable[..., Any], config: PPOConfig) -> None:
         ref_logprobs=numbers - 1.1,
         samples_per_prompt=config.samples_per_prompt,
         gamma=config.gamma,
+        episodes=torch.arange(count),
     )

@@ -18,7 +18,7 @@ from fastppo.functional.scalars import describe
 from fastppo.ppo.policies import GivenPolicy
 from fastppo.rewards.placing import generated_token_rewards
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout
+from fastppo.rollout import FINISHED, TRUNCATED, Branch, Rollout
 
 TokenRows = Sequence[Sequence[float] | Tensor]
 """One number per token of each response."""
@@ -49,6 +49,7 @@ def given_responses(
     token_rewards: TokenRows | None = None,
     old_logprobs: TokenRows | None = None,
     values: TokenRows | None = None,
+    episodes: Sequence[int] | None = None,
 ) -> GivenResponses:
     """Tokenize and check given responses; for the arguments see `PPOTrainer.step`.
 
@@ -85,9 +86,12 @@ def given_responses(
         response_mask = _masks(masks, response_ids)
     rollout = Rollout(response_ids, list(finish_reasons), response_mask=response_mask)
     check_responses(prompt_ids, rollout, vocabulary=vocabulary, context=context)
+    if episodes is not None and token_rewards is not None:
+        raise ValueError("token_rewards are of single rows: pass scores alone with episodes")
     total = torch.as_tensor(scores, dtype=torch.float32, device="cpu")
-    if total.shape != (len(prompts),):
-        raise ValueError(f"scores must be [{len(prompts)}], got {list(total.shape)}")
+    ends = _last_rows(episodes, len(prompts))
+    if total.shape != (len(ends),):
+        raise ValueError(f"scores must be [{len(ends)}], got {list(total.shape)}")
     if not total.isfinite().all():
         raise ValueError(f"scores must be finite, got {total.tolist()}")
     within = None
@@ -103,9 +107,41 @@ def given_responses(
         _policy_values("old_logprobs", old_logprobs, rollout),
         _policy_values("values", values, rollout),
     )
+    if len(ends) < len(prompts):
+        prompt_ids, rollout = _joined_rows(prompt_ids, rollout, ends)
     return GivenResponses(
         prompt_ids, rollout, Scores(total, within, rollout.generated_lengths), policy
     )
+
+
+def _last_rows(episodes: Sequence[int] | None, count: int) -> list[int]:
+    """Return the last row of each episode.
+
+    Args:
+        episodes: the episode of each row; None if every row is one.
+        count: number of rows.
+    """
+    if episodes is None:
+        return list(range(count))
+    numbers = _list(episodes)
+    if len(numbers) != count:
+        raise ValueError(f"episodes must be one per response, got {len(numbers)} for {count}")
+    ends = [row for row in range(count) if row + 1 == count or numbers[row] != numbers[row + 1]]
+    if len(ends) != len(set(numbers)):
+        raise ValueError(f"the rows of an episode must be adjacent, got episodes={numbers}")
+    return ends
+
+
+def _joined_rows(
+    prompt_ids: list[list[int]], rollout: Rollout, ends: Sequence[int]
+) -> tuple[list[list[int]], Rollout]:
+    """Return the last row of each episode, with the rows before it as its branches."""
+    joined = rollout.select(ends)
+    joined.branches = [
+        [Branch(prompt_ids[row], rollout.select([row])) for row in range(start, end)]
+        for start, end in zip((0, *(end + 1 for end in ends)), ends, strict=False)
+    ]
+    return [prompt_ids[end] for end in ends], joined
 
 
 def _list(values: Any) -> list[Any]:

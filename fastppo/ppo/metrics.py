@@ -9,12 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
+from fastppo.activity import during
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
@@ -29,7 +32,7 @@ from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
+from fastppo.rollout import FAILURE, FINISHED, OUT_OF_TURNS, SUCCESS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")
 """Objectives without a clip range."""
@@ -43,6 +46,12 @@ CLIP_METRICS = (
     "ratio_below_negative",
 )
 """Metrics of objectives with a clip range."""
+
+LOGGED_SAMPLES = 8
+"""Responses per iteration, and per evaluation, in the sample records."""
+
+OF_CRITIC = ("explained_variance", "value_calibration", "advantage_correlation")
+"""Metrics of the critic that are not always defined."""
 
 LEAST_DEVIATION = 1e-4
 """Reward units. A smaller standard deviation of returns or values comes from rounding and from KLs
@@ -130,10 +139,18 @@ class UpdateMeter:
             self.ptx_losses.append(sums.ptx_loss)
         self.steps.append(step)
 
-    def metrics(self, config: PPOConfig, coefficients: Coefficients) -> dict[str, float]:
+    def metrics(
+        self,
+        config: PPOConfig,
+        coefficients: Coefficients,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, float]:
         """Return means over the tokens of all minibatches, or over the minibatches.
 
         Metrics of terms that are not in the loss are left out.
+
+        Args:
+            more: 0-d tensors to read in the same transfer, by other names.
         """
         sums = self.sums
         assert sums is not None
@@ -149,8 +166,11 @@ class UpdateMeter:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         for name in _outside_the_loss(config, coefficients):
             del means[name]
-        metrics = to_floats(means)
-        metrics["useful_share"] = self.useful / max(1, int(sums.computed))
+        if isinstance(sums.computed, Tensor):
+            means["computed"] = sums.computed
+        metrics = to_floats({**means, **more})
+        computed = metrics.pop("computed", sums.computed)
+        metrics["useful_share"] = self.useful / max(1, int(computed))
         for name in dict.fromkeys(name for step in self.steps for name in step):
             values = [step[name] for step in self.steps if name in step]
             metrics[name] = sum(values) / len(values)
@@ -171,6 +191,15 @@ def _outside_the_loss(config: PPOConfig, coefficients: Coefficients) -> list[str
     elif "objective" in config.user_functions:
         names += CLIP_METRICS[1:]  # without a clip range, clip_fraction counts zero gradients
     return names
+
+
+PARTICIPLES = {
+    "generate": "generating",
+    "score": "scoring",
+    "experience": "computing logprobs and values",
+    "update": "updating",
+}
+"""Names of an iteration's phases on the console."""
 
 
 class PhaseTimer:
@@ -194,7 +223,7 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         self.before(phase)
         start = time.perf_counter()
-        with explain_out_of_memory(phase, self.config):
+        with explain_out_of_memory(phase, self.config), during(PARTICIPLES[phase]):
             yield
         seconds = time.perf_counter() - start
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
@@ -208,10 +237,23 @@ class PhaseTimer:
         return {**phases, "tokens_per_second": tokens / total}
 
 
-def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+def read(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """Return the entries of each tensor, in one transfer from each device.
+
+    The host waits here for a GPU. Floats of all widths are converted exactly.
+    """
+    flat = [x.detach().flatten() for x in tensors]
+    numbers = [x if x.is_floating_point() else wide(x) for x in flat]
+    entries = {
+        device: iter(torch.cat([x for x in numbers if x.device == device]).tolist())
+        for device in {x.device for x in numbers}
+    }
+    return [list(itertools.islice(entries[x.device], len(x))) for x in numbers]
+
+
+def to_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Convert 0-d tensors to floats in one transfer."""
-    flat = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
-    return dict(zip(metrics, flat, strict=True))
+    return {name: x for name, [x] in zip(metrics, read([*metrics.values()]), strict=True)}
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
@@ -219,56 +261,100 @@ def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
     return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 
-def critic_metrics(experience: Experience) -> dict[str, float]:
-    """Return the metrics of the critic. Omits undefined metrics, for example with constant returns.
+def critic_metrics(experience: Experience) -> dict[str, Tensor]:
+    """Return the metrics of the critic, NaN where undefined, for example with constant returns.
 
     Returns:
-        dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
-        regression of whole responses' returns on their values at the prompt;
+        dict: 0-d tensors. `explained_variance` of the Monte Carlo returns; `value_calibration`, the
+        slope of the regression of whole responses' returns on their values at the prompt;
         `advantage_correlation`, the correlation of advantages and returns (the advantages without
         a value function). Whitening does not change it.
     """
     returns = experience.monte_carlo_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
-    covariance = at_prompt.double().cov(correction=0)
-    varies = covariance[0, 0] > LEAST_DEVIATION**2
+    (value_variance, calibrating), _ = covariance(at_prompt, correction=0)
+    varies = value_variance > LEAST_DEVIATION**2
     metrics = {
-        "spread": returns.std(correction=0),
         "explained_variance": explained_variance(returns, experience.old_values),
-        "value_calibration": (covariance[0, 1] / covariance[0, 0]).where(varies, math.nan),
+        "value_calibration": (calibrating / value_variance).where(varies, math.nan),
     }
-    if len(returns) > 1:  # torch warns about a single sample
-        both = torch.stack([experience.advantages, returns])
-        metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
-    numbers = to_floats(metrics)
-    if not numbers.pop("spread") > LEAST_DEVIATION:
-        return {}
-    return {name: x for name, x in numbers.items() if math.isfinite(x)}
+    if len(returns) > 1:
+        both = covariance(torch.stack([experience.advantages, returns]), correction=1)
+        deviations = both.diagonal().sqrt()
+        correlation = both[0, 1] / deviations[0] / deviations[1]
+        metrics["advantage_correlation"] = correlation.clamp(-1, 1)
+    spreads = returns.std(correction=0) > LEAST_DEVIATION
+    return {name: x.where(spreads, math.nan) for name, x in metrics.items()}
 
 
-def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, float]:
-    """Return means over the batch, and with a critic its metrics."""
+def covariance(rows: Tensor, *, correction: int) -> Tensor:
+    """Return the covariance [2, 2] of two rows [2, n], in fp64 if the device has it.
+
+    The host would wait for a GPU in `torch.cov`.
+    """
+    rows = wide(rows)
+    centred = rows - rows.mean(dim=1, keepdim=True)
+    return centred @ centred.T / (rows.shape[1] - correction)
+
+
+def experience_metrics(experience: Experience, config: PPOConfig) -> dict[str, Tensor]:
+    """Return means over the batch, and with a critic its metrics, as 0-d tensors."""
     batch = experience.batch
     assert experience.advantage_std is not None
-    metrics = {
-        "response_length": batch.generated_lengths.float().mean().to(batch.device),
-        "advantage_std": experience.advantage_std,
-    }
+    metrics = {"advantage_std": experience.advantage_std}
     if experience.ref_logprobs is not None:
         # Always k1, the unbiased estimator, for comparison with targets and published runs.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
-        metrics["kl"] = total_kl / len(batch)
+        metrics["kl"] = total_kl / len(experience)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
     if config.advantage in CRITIC_FREE:
-        return to_floats(metrics)
+        return metrics
     metrics["value"] = experience.old_values.mean()
     metrics["return"] = experience.returns.mean()
-    return to_floats(metrics) | critic_metrics(experience)
+    return metrics | critic_metrics(experience)
+
+
+class ReadExperience(NamedTuple):
+    """What the host reads of an experience."""
+
+    metrics: dict[str, float]
+    has_signal: bool
+    """Whether an advantage differs from 0."""
+    response_kl: list[float] | None
+    """See `Experience.response_kl`."""
+
+
+def read_experience(
+    experience: Experience, config: PPOConfig, mismatch: Mapping[str, Tensor]
+) -> ReadExperience:
+    """Read the metrics of an experience, and what decides about its update, in one transfer.
+
+    Undefined metrics of the critic are left out.
+
+    Args:
+        mismatch: further metrics, 0-d tensors.
+    """
+    lengths = experience.episode_lengths
+    metrics = {**experience_metrics(experience, config), **mismatch}
+    tensors = [*metrics.values(), experience.advantages.any()]
+    if experience.ref_logprobs is not None:
+        kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
+        logged = lengths[:LOGGED_SAMPLES].tolist()
+        by_response = kl[: sum(logged)].split(logged)
+        tensors.append(torch.stack([response.sum() for response in by_response]))
+    entries = iter(read(tensors))
+    numbers = {"response_length": lengths.float().mean().item()}
+    for name, [x] in zip(metrics, entries, strict=False):
+        if name not in OF_CRITIC or math.isfinite(x):
+            numbers[name] = x
+    [has_signal] = next(entries)
+    return ReadExperience(numbers, bool(has_signal), next(entries, None))
 
 
 def policy_metrics(
     batch: Batch,
+    episodes: int,
     plan: MicrobatchPlan,
     config: PPOConfig,
     *,
@@ -278,17 +364,22 @@ def policy_metrics(
     """Return entropy (nats per token), response length (tokens) and KL (nats per sequence).
 
     Args:
+        episodes: number of episodes, of which the batch has the rows.
         plan: the batch in microbatches.
         reference: None for no KL.
     """
     logprobs, entropy = model.stats_of_plan(plan, **config.softmax)
-    means = {
-        "entropy": entropy.sum().item() / max(batch.response_count, 1),
-        "response_length": batch.response_count / len(batch),
-    }
+    sums = {"entropy": entropy.sum()}
     if reference is not None:
         ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **config.softmax))
-        means["kl"] = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
+        sums["kl"] = sampled_kl(logprobs, ref_logprobs).sum()
+    numbers = to_floats(sums)
+    means = {
+        "entropy": numbers["entropy"] / max(batch.response_count, 1),
+        "response_length": batch.response_count / episodes,
+    }
+    if "kl" in numbers:
+        means["kl"] = numbers["kl"] / episodes
     return means
 
 
@@ -333,6 +424,8 @@ def response_metrics(
     finished = len(rollout.tokens) - sum(rollout.truncated)
     metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     total = scores.total
+    if len(total):
+        metrics["reward_max"] = total.max().item()
     if samples_per_prompt > 1 and len(total) % samples_per_prompt == 0:
         groups = total.view(-1, samples_per_prompt)
         is_equal = groups.amin(dim=1) == groups.amax(dim=1)
@@ -351,7 +444,7 @@ def response_metrics(
 
 def length_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the shortest and the longest response, and the mean of finished ones, in tokens."""
-    lengths = rollout.generated_lengths
+    lengths = rollout.episode_lengths
     if not lengths:
         return {}
     metrics = {
@@ -379,16 +472,34 @@ def successes_per_minibatch(scores: Tensor, minibatches: int) -> dict[str, float
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return turns per episode, the share of each finish reason, and tool calls by outcome."""
+    """Return turns per episode, the share of each finish reason, and tool calls by outcome.
+
+    If an episode has several rows, also the rows per episode. If the environment says so, also the
+    invalid actions per episode and the share of each outcome of the episodes.
+    """
     count = max(1, len(rollout.tokens))
-    is_turn = [key for row in rollout.response_mask or () for key, _ in itertools.groupby(row)]
+    branches = list(itertools.chain.from_iterable(rollout.branches or ()))
+    masks = [
+        mask
+        for one in (rollout, *(b.rollout for b in branches))
+        for mask in one.response_mask or ()
+    ]
+    is_turn = [key for mask in masks for key, _ in itertools.groupby(mask)]
+    rows = {"rows": 1 + len(branches) / count} if branches else {}
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
     calls = {}
     if rollout.calls is not None:
-        outcomes = list(itertools.chain.from_iterable(rollout.calls))
-        calls = {f"tools/{name}": outcomes.count(name) / count for name in OUTCOMES}
-    return {"turns": sum(is_turn) / count, **shares, **calls}
+        made = list(itertools.chain.from_iterable(rollout.calls))
+        calls = {f"tools/{name}": made.count(name) / count for name in OUTCOMES}
+    if rollout.invalid is not None:
+        calls["invalid_actions"] = sum(rollout.invalid) / count
+    outcomes = rollout.outcomes or []
+    names = {name for name in outcomes if name is not None}
+    if names & {SUCCESS, FAILURE}:
+        names |= {SUCCESS, FAILURE}  # a batch without a success has the metric too
+    shares |= {f"outcome/{name}": outcomes.count(name) / count for name in sorted(names)}
+    return {"turns": sum(is_turn) / count, **rows, **shares, **calls}
 
 
 def sample_records(
@@ -396,20 +507,18 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """Return the records of samples.jsonl, one per completion."""
     prompts, rollout, scores = responses
-    kl_by_response = None
-    if experience.ref_logprobs is not None:
-        token_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        kl_by_response = token_kl.split(rollout.generated_lengths)
+    kl = experience.response_kl
     totals = scores.total.tolist()
+    lengths = rollout.episode_lengths
     return [
         {
-            "prompt": prompts.prompts[i],
+            **prompts.record(i),
             "completion": completion,
             "reward": totals[i],
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},
             "monitors": {name: scored.or_none[i] for name, scored in scores.monitors.items()},
-            "kl": None if kl_by_response is None else kl_by_response[i].sum().item(),
-            "tokens": rollout.generated_lengths[i],
+            "kl": None if kl is None else kl[i],
+            "tokens": lengths[i],
             "finish_reason": rollout.finish_reasons[i],
             **rollout.turns_record(i),
         }

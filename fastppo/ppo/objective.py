@@ -64,7 +64,7 @@ class PolicyLoss:
             return linear_ppo_loss(
                 hidden,
                 head.weight,
-                micro.batch.response_tokens,
+                layout.response_tokens,
                 micro.old_logprobs,
                 micro.advantages,
                 bias=head.bias,

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastppo.data.batch import on_device
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.parts import Parts
 from fastppo.rollout import Rollout
@@ -55,7 +55,7 @@ def read_old_policy(
     *,
     parts: Parts,
     given: GivenPolicy | None = None,
-) -> tuple[Experience, dict[str, float]]:
+) -> tuple[Experience, dict[str, Tensor]]:
     """Fill in the old logprobs and values, and the importance weights.
 
     Args:
@@ -65,7 +65,7 @@ def read_old_policy(
             current model.
 
     Returns:
-        (experience, metrics of the mismatch of policy and sampler).
+        (experience, metrics of the mismatch of policy and sampler, 0-d tensors).
     """
     model = parts.model
     device = model.device
@@ -75,17 +75,17 @@ def read_old_policy(
     values = _on(device, given.values)
     if logprobs is not None and values is not None and not config.bootstrap_truncated:
         return replace(experience, old_logprobs=logprobs, old_values=values), {}
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Tensor] = {}
     is_exact = parts.engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, config):
         assert rollout.logprobs is not None
         assert rollout.values is not None
-        logprobs = torch.cat(rollout.logprobs).to(device)
-        values = torch.cat(rollout.values).to(device)
+        logprobs = on_device(torch.cat(rollout.logprobs), device)
+        values = on_device(torch.cat(rollout.values), device)
         final_values = _on(device, rollout.final_values)
     elif config.old_logprobs == "sampler" and rollout.sampler_logprobs is not None:
         sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
-        logprobs = torch.cat(sampled).to(device)
+        logprobs = on_device(torch.cat(sampled), device)
         values, final_values = model.values_of_plan(plan)
     else:
         evaluation = model.evaluate_plan(plan, **config.softmax)
@@ -95,7 +95,7 @@ def read_old_policy(
         if rollout.sampler_logprobs is not None:
             # Before top-k and top-p, if the engine returns those.
             sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
-            metrics = mismatch(logprobs, torch.cat(sampled).to(device))
+            metrics = mismatch(logprobs, on_device(torch.cat(sampled), device))
     experience = replace(
         experience, old_logprobs=logprobs, old_values=values, final_values=final_values
     )
@@ -105,14 +105,13 @@ def read_old_policy(
     is_same = is_sampler or (is_exact and not sampling.is_restricted)
     if rollout.sampler_logprobs is None or is_same:
         return experience, metrics
-    sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
-    lengths = torch.tensor(rollout.generated_lengths, device=device)
+    sampler_logprobs = on_device(torch.cat(rollout.sampler_logprobs), device)
     weights: Tensor | None = None
     if config.importance_bounds is not None and len(logprobs):
         weights, more = importance(
             logprobs,
             sampler_logprobs,
-            lengths,
+            experience.batch.generated_lengths,
             mode=config.importance,
             bounds=config.importance_bounds,
         )
@@ -123,7 +122,7 @@ def read_old_policy(
 
 
 def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(device)
+    return None if x is None else on_device(x, device)
 
 
 def read_reference(
@@ -173,7 +172,7 @@ def importance(
     *,
     mode: str,
     bounds: tuple[float, float],
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return bounded importance weights and their metrics.
 
     The effective sample size of the bounded weights, (Σw)²/(N·Σw²), is 1 if all are equal. The
@@ -185,12 +184,14 @@ def importance(
         bounds: lowest and highest weight.
 
     Returns:
-        (weights [N] fp32; metrics).
+        (weights [N] fp32; metrics, 0-d tensors).
     """
     by_response = mode.startswith("sequence")
     log_ratio = logprobs - sampler_logprobs
     if by_response:
-        log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
+        lengths = on_device(lengths, logprobs.device)
+        # `unsafe` skips a check of the lengths that would make the host wait.
+        log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths, unsafe=True)
     ratio = log_ratio.clamp(-20, 20).exp()
     bounded = ratio.clamp(*bounds)
     beyond = bounded != ratio
@@ -198,42 +199,37 @@ def importance(
     if mode.endswith("mask"):
         weights = torch.where(beyond, 0.0, ratio)
     if by_response:
-        weights = weights.repeat_interleave(lengths)
+        weights = weights.repeat_interleave(lengths, output_size=len(logprobs))
     size = weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=LEAST)
-    metrics = {
+    return weights, {
         "mismatch/effective_sample_size": size,
         "mismatch/beyond_bounds": beyond.float().mean(),
     }
-    return weights, to_floats(metrics)
 
 
-def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
+def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, Tensor]:
     """Return the probability mass of π_old that top-k, top-p or another restriction excluded.
 
     With the remaining mass m = min(π_old/π_sampler, 1): the mean of 1 − m, and the share of tokens
-    with 1 − m above `MISMATCH_LIMIT`.
+    with 1 − m above `MISMATCH_LIMIT`, 0-d each.
     """
     if not len(logprobs):
         return {}
     mass = -torch.expm1((logprobs - sampler_logprobs).clamp(max=0))
-    return to_floats(
-        {
-            "mismatch/excluded_mass": mass.mean(),
-            "mismatch/excluded_share": (mass > MISMATCH_LIMIT).float().mean(),
-        }
-    )
+    return {
+        "mismatch/excluded_mass": mass.mean(),
+        "mismatch/excluded_share": (mass > MISMATCH_LIMIT).float().mean(),
+    }
 
 
-def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
-    """Return the distance of the learner's logprobs [N] from the sampler's, in nats."""
+def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    """Return the distance of the learner's logprobs [N] from the sampler's, nats, 0-d each."""
     if not len(logprobs):
         return {}
     gap = logprobs - sampled
     ratio = gap.clamp(-20, 20).exp()
-    return to_floats(
-        {
-            "mismatch/mean": gap.abs().mean(),
-            "mismatch/worst": gap.abs().max(),
-            "mismatch/outside": ((ratio - 1).abs() > MISMATCH_LIMIT).float().mean(),
-        }
-    )
+    return {
+        "mismatch/mean": gap.abs().mean(),
+        "mismatch/worst": gap.abs().max(),
+        "mismatch/outside": ((ratio - 1).abs() > MISMATCH_LIMIT).float().mean(),
+    }

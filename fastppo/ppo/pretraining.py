@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastppo.data.batch import on_device
 from fastppo.data.text import PretrainingText
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.metrics import LossSums
@@ -66,19 +67,18 @@ class Pretraining(NoPretraining):
         world = self.parts.world
         rows = world.local_rows(len(blocks))
         size = self.config.limits().count(blocks.shape[1])
-        own: list[Tensor] = []
-        if rows:
-            own += blocks[rows.start : rows.stop].to(model.device).split(size)
+        own = on_device(blocks[rows.start : rows.stop], model.device).split(size) if rows else ()
         blocks_per_rank = math.ceil(len(blocks) / world.size)
         losses = []
         for i in range(math.ceil(blocks_per_rank / size)):
-            # A rank without blocks left runs one with weight 0, because collectives wait for all
-            # ranks.
-            part = blocks[:1].to(model.device)
-            share = 0.0
             if i < len(own):
                 part = own[i]
                 share = len(part) / len(blocks)
+            else:
+                # A rank without blocks left runs one with weight 0, because collectives wait for
+                # all ranks.
+                part = on_device(blocks[:1], model.device)
+                share = 0.0
             with model.autocast():
                 loss = model.language_model_loss(part, self.config.backend)
                 loss = loss * share

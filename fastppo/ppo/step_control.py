@@ -224,7 +224,8 @@ class AutoStepControl(StepControl):
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         super().begin_update(experience, coefficients)
-        if self.trained.by_reward:
+        # The KL of an update's last step is not measured, so a single step is never undone.
+        if self.trained.by_reward and self.planned_steps > 1:
             self.optimizer.copy_weights()
         self.adaptive.begin_update(coefficients.step_kl, self.planned_steps)
 

@@ -139,13 +139,14 @@ class PPOTrainer(PPO):
         token_rewards: TokenRows | None = None,
         old_logprobs: TokenRows | None = None,
         values: TokenRows | None = None,
+        episodes: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Make one PPO update on given responses, and return its metrics.
 
         Args:
             prompts, responses: texts or token ids; prompts may be chat messages.
-            scores: [B]. They are normalized and clipped as configured; no length or EOS penalty
-                applies.
+            scores: [B], or one per episode. They are normalized and clipped as configured; no
+                length or EOS penalty applies.
             finish_reasons: `stop` or `length`. The default is `stop` if the last token is a stop
                 token.
             masks: per token, True if the policy generated it. The model reads the other tokens,
@@ -155,6 +156,9 @@ class PPOTrainer(PPO):
             old_logprobs: per token, the logprob under the policy that generated it, nats of
                 softmax(z/T). The default is the current model's.
             values: per token, the value of the state before it. The default is the current model's.
+            episodes: [B], the episode of each row, for agents with several conversations per
+                episode. The rows of an episode are adjacent and weigh as one sequence; each ends
+                with the episode's score. By default every row is an episode.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
@@ -175,6 +179,7 @@ class PPOTrainer(PPO):
             token_rewards=token_rewards,
             old_logprobs=old_logprobs,
             values=values,
+            episodes=episodes,
         )
         coefficients = self.begin_iteration()
         experience, metrics = self.make_experience(

@@ -21,8 +21,8 @@ from fastppo.plugins.calling import PluginError
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.curriculum import Chosen, Curriculum
-from fastppo.ppo.evaluation import LOGGED_SAMPLES, Evaluation
-from fastppo.ppo.metrics import PhaseTimer, sample_records, status
+from fastppo.ppo.evaluation import Evaluation
+from fastppo.ppo.metrics import LOGGED_SAMPLES, PhaseTimer, sample_records, status
 from fastppo.ppo.setup.checks import self_check
 from fastppo.ppo.setup.summary import banner
 from fastppo.ppo.step_control import SkippedStepsError
@@ -182,7 +182,8 @@ class TrainingRun:
                 self.callbacks.run_ended(has_failed=True)
             if isinstance(error, WITH_RESUME) and self.checkpoints.newest:
                 kind = next(kind for kind in WITH_RESUME if isinstance(error, kind))
-                raise kind(f"{error}; stopped{self.checkpoints.how_far()}") from error
+                how_far = self.checkpoints.how_far(is_user_code=kind is not RolloutError)
+                raise kind(f"{error}; stopped{how_far}") from error
             raise
         finally:
             log.close()
@@ -285,7 +286,7 @@ class TrainingRun:
         prompts = self._prompts.select(chosen.rows)
         before = self.evaluation.before_update()
         if self.config.async_steps:
-            self.ppo.engine.prepare(self._prompts_after(chosen))
+            self.parts.episode_runner.prepare(self._prompts_after(chosen), self.ppo.engine)
 
         def more_prompts(count: int) -> Prompts:
             nonlocal chosen
@@ -320,12 +321,12 @@ class TrainingRun:
         assert self.parts.prompts is not None
         return self.parts.prompts
 
-    def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
-        """Return the token ids of the next iteration's prompts; none after the last."""
+    def _prompts_after(self, chosen: Chosen) -> Prompts:
+        """Return the next iteration's prompts; none after the last."""
         if self.state.iteration + 1 == self.config.iterations:
-            return []
+            return self._prompts.select([])
         following = self._choose(chosen.position, self.config.prompts_per_iteration)
-        return self._prompts.select(following.rows).token_ids
+        return self._prompts.select(following.rows)
 
     def _choose(self, position: int, count: int) -> Chosen:
         """Choose the next `count` prompts from a position in the epochs on."""

@@ -14,6 +14,8 @@ Source of the scale: van Hasselt et al. 2016 (PopArt, arXiv:1602.07714), here wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -67,8 +69,20 @@ class ValueHead:
             micro: returns and weights of the same tokens.
         """
 
-    def fit(self) -> None:
-        """End an update whose weights are kept."""
+    def begin_fit(self) -> dict[str, Tensor]:
+        """End an update whose weights are kept, and return what `end_fit` has to know.
+
+        Returns:
+            0-d tensors on the device, so that the host reads them together with others.
+        """
+        return {}
+
+    def end_fit(self, numbers: Mapping[str, float]) -> None:
+        """Finish the fit.
+
+        Args:
+            numbers: those of `begin_fit`; empty if the update was undone.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint."""
@@ -153,10 +167,14 @@ class ClosedFormHead(ValueHead):
             assert micro.token_weights is not None
             self.regression.add(states, micro.monte_carlo_returns, micro.token_weights > 0)
 
-    def fit(self) -> None:
+    def begin_fit(self) -> dict[str, Tensor]:
         self._kept = None
-        self.regression.fit(self.parts.model.value_function.head, self.parts.world)
-        self.metrics = self.regression.metrics
+        return self.regression.begin_fit(self.parts.world)
+
+    def end_fit(self, numbers: Mapping[str, float]) -> None:
+        if numbers:
+            self.regression.end_fit(self.parts.model.value_function.head, numbers)
+            self.metrics = self.regression.metrics
 
     def tensors(self) -> dict[str, Tensor]:
         return self.regression.tensors()
@@ -207,7 +225,7 @@ class ExtraCriticEpochs(GradientHead):
                 value, _ = value_loss(values, micro, coefficients)
                 optimizer.backward(self.loss(value, coefficients))
 
-        self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch))
+        self.limits.fit(accumulate, self.config.limits(model.packing), len(minibatch.batch))
         norms = to_floats(optimizer.clip_gradients(self.config.max_grad_norm))
         optimizer.step({"loss": 0.0, **norms})
 

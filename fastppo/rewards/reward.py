@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastppo.activity import begin_stage
 from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
@@ -64,6 +65,12 @@ gradient norm squares the result, and both must stay below 1e38."""
 ATTEMPTS = 3
 """Calls of a reward that exceeds its time limit."""
 
+
+STRINGS = (
+    "; completions are strings here, also of chats, where TRL passes lists of messages: "
+    'completion in place of completion[0]["content"]'
+)
+"""Hint of a reward that reads a string as messages."""
 
 EXPECTED = (
     "(prompts, completions, **columns), which takes lists, completions as strings, and returns a "
@@ -265,6 +272,7 @@ def score(
         RewardError: the reward raised, exceeded its time limit, or returned the wrong number of
             values or a value outside ±`MAX_REWARD`.
     """
+    begin_stage(term.name)
     try:
         return score_term(term, samples, options or CallOptions())
     except TermError as error:
@@ -283,7 +291,8 @@ def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scor
         if isinstance(cause, TermError):  # of a member of an ensemble
             name = f"{term.name}/{cause.reward}"
             raise TermError(name, cause.sentence, cause.row) from cause.__cause__
-        raise TermError(term.name, f"{error}{place_of(cause)}") from cause
+        hint = STRINGS if isinstance(cause, TypeError) and "string ind" in str(cause) else ""
+        raise TermError(term.name, f"{error}{place_of(cause)}{hint}") from cause
     return _validated(term.name, returned, samples)
 
 

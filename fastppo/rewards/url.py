@@ -26,6 +26,9 @@ from fastppo.data.web import make_opener
 TIMEOUT = 60.0
 """Default time limit of a request, in seconds."""
 
+CONNECTION_TIMEOUT = 5.0
+"""Time limit of the connection before a run, in seconds."""
+
 ATTEMPTS = 3
 """Requests before a server is given up."""
 
@@ -97,6 +100,26 @@ class URLReward:
             )
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return [reward for rewards in pool.map(self._rewards, batches) for reward in rewards]
+
+    def connect(self) -> None:
+        """Check that the server answers at all, without a completion to score.
+
+        Raises:
+            RequestError: it does not answer within `CONNECTION_TIMEOUT`.
+        """
+        request = urllib.request.Request(self.url, headers=self._headers, method="HEAD")
+        try:
+            with self._open(request, timeout=min(self.timeout, CONNECTION_TIMEOUT)):
+                pass
+        except urllib.error.HTTPError as error:  # any status is an answer
+            error.close()
+        except http.client.HTTPException:  # it hung up on a method that it does not know
+            pass
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            seconds = f"{min(self.timeout, CONNECTION_TIMEOUT):g} s"
+            why = f"within {seconds}" if isinstance(reason, TimeoutError) else f"({reason})"
+            raise RequestError(f"{self._address} does not answer {why}") from error
 
     def _rewards(self, batch: dict[str, Any]) -> list[Any]:
         """Return the rewards of one request."""

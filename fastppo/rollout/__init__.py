@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ TRUNCATED = "length"
 """Finish reason: the response reached `max_new_tokens`, or has no room for another turn."""
 OUT_OF_TURNS = "turns"
 """Finish reason: the episode reached `max_turns` before its environment ended it."""
+
+
+SUCCESS = "success"
+FAILURE = "failure"
+"""Outcomes of an episode with a goal."""
 
 
 class RolloutError(RuntimeError):
@@ -103,8 +109,17 @@ class Rollout:
     system), `text`, and the `reward` of a policy turn."""
     calls: list[list[str]] | None = None
     """Outcomes of each episode's tool calls: `answered`, `unknown`, `malformed` or `raised`."""
+    outcomes: list[str | None] | None = None
+    """Outcome of each episode, such as `success`, if its environment says so, [B]."""
+    invalid: list[int] | None = None
+    """Invalid actions of each episode, [B]. None if the environment does not count them."""
     versions: list[int] | None = None
     """Version of the weights that generated each response, [B], as the engine counts versions."""
+    prompt_ids: list[list[int]] | None = None
+    """Token ids of each prompt with an environment's first observation, where they are kept with
+    the responses."""
+    branches: list[list[Branch]] | None = None
+    """Further rows of each episode; see `Branch`."""
 
     @property
     def lengths(self) -> list[int]:
@@ -126,6 +141,17 @@ class Rollout:
         return [
             list(itertools.compress(tokens, mask))
             for tokens, mask in zip(self.tokens, self.response_mask, strict=True)
+        ]
+
+    @property
+    def episode_lengths(self) -> list[int]:
+        """[B] number of tokens of the policy in all rows of each episode."""
+        lengths = self.generated_lengths
+        if self.branches is None:
+            return lengths
+        return [
+            length + sum(sum(branch.rollout.generated_lengths) for branch in branches)
+            for length, branches in zip(lengths, self.branches, strict=True)
         ]
 
     @property
@@ -163,6 +189,10 @@ class Rollout:
         joined: dict[str, Any] = {}
         for name in (x.name for x in fields(cls)):
             values = [getattr(part, name) for part in parts]
+            if name in REPORTED and any(value is not None for value in values):
+                default = REPORTED[name]
+                lists = zip(values, parts, strict=True)
+                values = [[default] * len(p.tokens) if v is None else v for v, p in lists]
             if any(value is None for value in values):
                 joined[name] = None
             elif name == "final_values":
@@ -170,6 +200,22 @@ class Rollout:
             else:
                 joined[name] = [row for value in values for row in value]
         return cls(**joined)
+
+
+REPORTED: dict[str, int | None] = {"outcomes": None, "invalid": 0}
+"""Fields that an environment may leave out for a whole batch, with the entry of an episode."""
+
+
+class Branch(NamedTuple):
+    """A row of an episode that does not contain the episode's last turn.
+
+    An episode has several rows if its agent does not repeat the whole conversation in each request:
+    the rows are its conversations. The row with the last turn is the episode's response.
+    """
+
+    prompt_ids: list[int]
+    rollout: Rollout
+    """One response."""
 
 
 class RolloutEngine(ABC):
@@ -198,6 +244,11 @@ class RolloutEngine(ABC):
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Replace copies and caches of old weights by those of `policy`, the trainer's
         `ActorCritic`. Called after an update and after loading a checkpoint."""
+
+    def conversations(self) -> AbstractContextManager[None]:
+        """Return a block in which prompts continue earlier prompts and responses, with the same
+        weights, so that an engine may keep what it has computed."""
+        return nullcontext()
 
     def prepare(self, prompt_ids: list[list[int]]) -> None:  # noqa: B027
         """Start to generate responses to the next iteration's prompts, if the engine can."""

@@ -17,15 +17,18 @@ the sampler's logprobs. A checkpoint includes the generated batch, as its weight
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastppo.models.policy import LanguageModel
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout.saved import as_state, from_state
 
 
 class _Batch(NamedTuple):
@@ -47,7 +50,7 @@ class AsyncEngine(RolloutEngine):
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._is_training = False
+        self.is_training = False
         """Whether the next call generates for training rather than for an evaluation."""
         self._next_prompts: list[list[int]] = []
         self._current: _Batch | None = None
@@ -59,14 +62,35 @@ class AsyncEngine(RolloutEngine):
         Args:
             next_prompts: the prompts of the following iteration; empty in the last iteration.
         """
-        self._is_training = True
+        self.is_training = True
         self._next_prompts = next_prompts
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         """Return the responses generated ahead for these prompts; generate those of others now."""
-        if not self._is_training:
+        if not self.is_training:
             return self.engine.generate(prompt_ids, sampling)
-        self._is_training = False
+        following = self._next_prompts
+        return self.ahead(
+            prompt_ids,
+            sampling,
+            functools.partial(self.engine.generate, prompt_ids),
+            functools.partial(self.engine.generate, following) if following else None,
+        )
+
+    def ahead(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        generate: Callable[[Sampling], Rollout],
+        generate_next: Callable[[Sampling], Rollout] | None,
+    ) -> Rollout:
+        """Return the responses generated ahead for these prompts, and start those of the next.
+
+        Args:
+            generate: generates the responses if they were not generated ahead.
+            generate_next: generates those of the next prompts, in a thread; None if there are none.
+        """
+        self.is_training = False
         # Always two seeds, so a resumed iteration, which already has its batch, draws the same seed
         # for the next one.
         now = replace(sampling, seed=sampling.drawn_seed())
@@ -74,11 +98,11 @@ class AsyncEngine(RolloutEngine):
         drawn = self._next
         self._next = None
         if drawn is None or drawn.prompt_ids != prompt_ids:
-            drawn = _Batch(prompt_ids, _done(self.engine.generate(prompt_ids, now)))
+            drawn = _Batch(prompt_ids, _done(generate(now)))
         rollout = drawn.rollout.result()
         self._current = drawn
-        if self._next_prompts:
-            drawing = self._thread.submit(self.engine.generate, self._next_prompts, later)
+        if generate_next is not None:
+            drawing = self._thread.submit(generate_next, later)
             self._next = _Batch(self._next_prompts, drawing)
         return rollout
 
@@ -102,28 +126,14 @@ class AsyncEngine(RolloutEngine):
         batch = self._current or self._next
         if batch is None or batch.rollout.exception() is not None:
             return state
-        rollout = batch.rollout.result()
-        return state | {
-            "prompt_ids": batch.prompt_ids,
-            "tokens": rollout.tokens,
-            "finish_reasons": rollout.finish_reasons,
-            "sampler_logprobs": _as_lists(rollout.sampler_logprobs),
-            "logprobs": _as_lists(rollout.logprobs),
-            "versions": rollout.versions,
-        }
+        return state | {"batch": [batch.prompt_ids, as_state(batch.rollout.result())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state.get("engine", {}))
         self._next = None
-        if "prompt_ids" in state:
-            rollout = Rollout(
-                state["tokens"],
-                state["finish_reasons"],
-                sampler_logprobs=_as_tensors(state["sampler_logprobs"]),
-                logprobs=_as_tensors(state["logprobs"]),
-                versions=state["versions"],
-            )
-            self._next = _Batch(state["prompt_ids"], _done(rollout))
+        if "batch" in state:
+            prompt_ids, rollout = state["batch"]
+            self._next = _Batch(prompt_ids, _done(from_state(rollout)))
 
 
 class CopyEngine(RolloutEngine):
@@ -144,6 +154,9 @@ class CopyEngine(RolloutEngine):
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         return self.engine.generate(prompt_ids, sampling)
 
+    def conversations(self) -> AbstractContextManager[None]:
+        return self.engine.conversations()
+
     @torch.no_grad()
     def weights_changed(self, policy: Any) -> None:
         new = policy.causal_lm.parameters()
@@ -156,13 +169,3 @@ def _done(rollout: Rollout) -> Future[Rollout]:
     future: Future[Rollout] = Future()
     future.set_result(rollout)
     return future
-
-
-def _as_lists(logprobs: list[Tensor] | None) -> list[list[float]] | None:
-    return None if logprobs is None else [row.tolist() for row in logprobs]
-
-
-def _as_tensors(logprobs: list[list[float]] | None) -> list[Tensor] | None:
-    if logprobs is None:
-        return None
-    return [torch.tensor(row, dtype=torch.float32) for row in logprobs]

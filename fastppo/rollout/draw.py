@@ -9,13 +9,18 @@ Sums of blocks and uniforms are fp64: with fp32 uniforms, tokens with a probabil
 would be sampled too often or never. `e` is the only [B, V] temporary, and the logprob needs no
 second softmax. With a large vocabulary on a CPU, `torch.multinomial` and that softmax take more
 than half of a rollout's time.
+
+On a GPU, where these operations are some twenty launches per token, `fastppo_kernels.triton.draw`
+does the same in one.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+from fastppo_kernels.definition import wide
 from torch import Tensor
 
 from fastppo.rollout import Sampling
@@ -71,18 +76,23 @@ def draw(
         kept = draw(scores.masked_fill(~keep, -torch.inf), uniforms, scratch=scratch)
         chosen = scores.gather(1, kept.tokens.unsqueeze(1)).squeeze(1)
         return kept._replace(logprobs=chosen - scores.logsumexp(1))
+    if scores.device.type == "cuda" and find_spec("triton") is not None:
+        from fastppo_kernels.triton import draw as triton_draw
+
+        tokens, logprobs = triton_draw.draw(scores, uniforms)
+        return Draws(tokens, logprobs=logprobs, sampler_logprobs=logprobs)
     rows, vocabulary = scores.shape
     padded = (scratch_for(scores) if scratch is None else scratch)[:rows]
     exponentials = padded[:, :vocabulary]
     blocks = padded.view(rows, -1, BLOCK)
     highest = scores.amax(1, keepdim=True)
     torch.sub(scores, highest, out=exponentials).exp_()
-    sums = blocks.sum(2).double()
+    sums = wide(blocks.sum(2))
     if uniforms is None:
         tokens = exponentials.argmax(1, keepdim=True)
     else:
         tokens = _inverse_cdf(sums, blocks, uniforms.unsqueeze(1))
-    above = (scores.gather(1, tokens) - highest).squeeze(1).double()
+    above = wide((scores.gather(1, tokens) - highest).squeeze(1))
     logprobs = (above - sums.sum(1).log_()).float()
     return Draws(tokens.squeeze(1), logprobs=logprobs, sampler_logprobs=logprobs)
 
@@ -149,13 +159,13 @@ def _inverse_cdf(sums: Tensor, blocks: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [B, 1] fp64.
     """
     if sums.shape[1] == 1:
-        return _first_beyond(blocks.squeeze(1).double().cumsum(1), uniforms)
+        return _first_beyond(wide(blocks.squeeze(1)).cumsum(1), uniforms)
     upto = sums.cumsum(1)
     block = _first_beyond(upto, uniforms)
     own = sums.gather(1, block)
     rest = (uniforms * upto[:, -1:] - upto.gather(1, block) + own) / own
     inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, BLOCK)).squeeze(1)
-    return block * BLOCK + _first_beyond(inside.double().cumsum(1), rest)
+    return block * BLOCK + _first_beyond(wide(inside).cumsum(1), rest)
 
 
 def _first_beyond(upto: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,16 +1,14 @@
-"""Build the decoder or `generate` engine by name, after checking the decoder against `generate`."""
+"""Build the decoder or `generate` engine by name, after checking it against the learner."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout import RolloutEngine
+from fastppo.rollout.agreement import difference
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
-
-COMPARED_TOKENS = 6
-"""Tokens drawn for each test prompt, enough to expose a wrong position, mask or cache."""
 
 
 def make_engine(
@@ -23,7 +21,11 @@ def make_engine(
     final_values: bool = False,
     static_cache: bool = False,
 ) -> tuple[RolloutEngine, str | None]:
-    """Return the engine, and a warning if it differs from the one asked for.
+    """Return the first engine with the learner's logprobs, and a note if it is not the named one.
+
+    The decoder is followed by `generate`, and that by `generate` without padding, for models whose
+    recurrent states the padding would reach. Last comes `generate` without a cache, which computes
+    what the learner computes.
 
     Args:
         name: `decoder` or `generate`.
@@ -31,72 +33,46 @@ def make_engine(
         final_values: an argument of `DecoderEngine`.
         static_cache: an argument of `GenerateEngine`.
     """
-    generate = GenerateEngine(
-        policy.causal_lm,
-        pad_token_id,
-        batch_size=batch_size,
-        compute_dtype=policy.compute_dtype,
-        tokenizer=tokenizer,
-        static_cache=static_cache and name == "generate",
-    )
+
+    def generate(*, equal_lengths: bool, use_cache: bool = True) -> GenerateEngine:
+        return GenerateEngine(
+            policy.causal_lm,
+            pad_token_id,
+            batch_size=batch_size,
+            compute_dtype=policy.compute_dtype,
+            tokenizer=tokenizer,
+            static_cache=static_cache and name == "generate" and not equal_lengths,
+            equal_lengths=equal_lengths,
+            use_cache=use_cache,
+        )
+
+    candidates: dict[str, RolloutEngine] = {
+        "decoder": DecoderEngine(
+            policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
+        ),
+        "generate": generate(equal_lengths=False),
+        "generate, with prompts of one length at a time": generate(equal_lengths=True),
+        "generate, with prompts of one length at a time and without a cache": generate(
+            equal_lengths=True, use_cache=False
+        ),
+    }
     if name == "generate":
-        return generate, None
-    decoder = DecoderEngine(
-        policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
-    )
-    wrong = difference(decoder, generate, policy)
+        del candidates["decoder"]
+    reasons = []
+    for used, engine in candidates.items():
+        wrong = difference(engine, policy)
+        if wrong is None:
+            break
+        reasons.append(f"rollout={used}: {wrong}")
+    model = type(policy.causal_lm).__name__
+    if not reasons:
+        return engine, None
     if wrong is None:
-        return decoder, None
-    return generate, (
-        f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
-        f"generate does ({wrong}): using rollout=generate"
+        return engine, (
+            f"{model}: using rollout={used}, because the logprobs of the usual engine are not "
+            f"those of the trainer ({'; '.join(reasons)})"
+        )
+    return candidates[name], (
+        f"{model}: no engine of FastPPO has the trainer's logprobs ({'; '.join(reasons)}); "
+        "rollout=vllm or rollout=server may support this model"
     )
-
-
-def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageModel) -> str | None:
-    """Compare a few greedy tokens of an engine with `generate`'s on the same weights.
-
-    Equally likely tokens may differ by rounding. The comparison therefore uses the logprobs of the
-    likeliest tokens, up to and including the first token that differs.
-
-    Returns:
-        The difference as a phrase, or None.
-    """
-    vocabulary = policy.head.vocabulary
-    context = policy.context or 64
-    steps = max(1, min(COMPARED_TOKENS, context - 5))
-    lengths = [max(1, min(length, context - steps)) for length in (5, 2, 3)]
-    prompts = [
-        [(7 * row + 3 * i + 3) % vocabulary for i in range(n)] for row, n in enumerate(lengths)
-    ]
-    sampling = Sampling(max_new_tokens=steps, greedy=True)
-    try:
-        ours = engine.generate(prompts, sampling)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        return f"{type(error).__name__}: {error}"
-    return _first_difference(ours, generate.generate(prompts, sampling), policy)
-
-
-def _first_difference(ours: Rollout, theirs: Rollout, policy: LanguageModel) -> str | None:
-    # Allows for rounding in fp32, or in bf16 for logprobs of a few nats; a wrong position changes
-    # the first digit.
-    relative = 1e-3 if policy.is_full_precision else 5e-2
-    assert ours.sampler_logprobs is not None
-    assert theirs.sampler_logprobs is not None
-    for row, (mine, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
-        length = len(mine)
-        for place, (token, other_token) in enumerate(zip(mine, other, strict=True)):
-            if token != other_token:
-                length = place + 1
-                break
-        other_logprobs = theirs.sampler_logprobs[row][:length]
-        gap = (ours.sampler_logprobs[row][:length] - other_logprobs).abs()
-        allowed = relative * (1 + other_logprobs.abs())
-        wrong = (~(gap <= allowed)).nonzero().flatten().tolist()
-        if wrong:
-            first = wrong[0]
-            return (
-                f"greedy token {first} of a test prompt is {mine[first]} for {other[first]}, and "
-                f"its logprob {gap[first].item():.3g} nats off"
-            )
-    return None

@@ -25,7 +25,7 @@ from fastppo.functional.statistics import token_logprobs
 from fastppo.models.device import autocast
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import kept_tokens
-from fastppo.rollout.prompts import check_prompts, padded_left
+from fastppo.rollout.prompts import batches_of, check_prompts, padded_left
 from fastppo.rollout.stopping import StopStrings
 
 
@@ -88,8 +88,13 @@ class GenerateEngine(RolloutEngine):
 
     Args:
         tokenizer: the policy's tokenizer, needed for stop strings only.
-        static_cache: whether to use transformers' static KV cache. On a GPU `generate` then
-            compiles the decoding step, and the first rollout waits for the compiler.
+        static_cache: whether to use transformers' static KV cache where it can hold the model's
+            keys and values. On a GPU `generate` then compiles the decoding step, and the first
+            rollout waits for the compiler.
+        equal_lengths: generate for prompts of one length at a time, so that none is padded: some
+            recurrent models read the padding.
+        use_cache: whether to use a KV cache or recurrent states; without them each token costs a
+            forward pass over the whole sequence.
     """
 
     same_weights = True
@@ -103,6 +108,8 @@ class GenerateEngine(RolloutEngine):
         compute_dtype: torch.dtype | None = None,
         tokenizer: Any = None,
         static_cache: bool = False,
+        equal_lengths: bool = False,
+        use_cache: bool = True,
     ) -> None:
         self.model = model
         self.pad_token_id = pad_token_id
@@ -110,6 +117,8 @@ class GenerateEngine(RolloutEngine):
         self.compute_dtype = compute_dtype
         self.tokenizer = tokenizer
         self.static_cache = static_cache
+        self.equal_lengths = equal_lengths
+        self.use_cache = use_cache
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -120,13 +129,15 @@ class GenerateEngine(RolloutEngine):
         """
         check_prompts(prompt_ids)
         strings = StopStrings(self.tokenizer, sampling.stop_strings)
-        step = self.batch_size or max(1, len(prompt_ids))
-        return Rollout.joined(
+        batches = batches_of(prompt_ids, self.batch_size, equal_lengths=self.equal_lengths)
+        rollout = Rollout.joined(
             [
-                self._generate_batch(prompt_ids[start : start + step], sampling, strings)
-                for start in range(0, len(prompt_ids), step)
+                self._generate_batch([prompt_ids[row] for row in rows], sampling, strings)
+                for rows in batches
             ]
         )
+        order = [row for rows in batches for row in rows]
+        return rollout.select(sorted(range(len(order)), key=order.__getitem__))
 
     def _generate_batch(
         self, prompt_ids: list[list[int]], sampling: Sampling, strings: StopStrings
@@ -137,7 +148,10 @@ class GenerateEngine(RolloutEngine):
         recorder = _SampledLogprobs(sampling)
         at_string = _AtStopString(strings, width, len(prompt_ids))
         config = _generation_config(sampling, self.pad_token_id)
-        if self.static_cache:
+        config.use_cache = self.use_cache
+        if self.static_cache and self.model.dtype == (self.compute_dtype or self.model.dtype):
+            # Under autocast of fp32 weights, rotary embeddings leave keys in fp32, while values are
+            # in bf16. A static layer has one dtype for both before transformers 5.24.
             config.cache_implementation = "static"
         with _generating(self.model, config), autocast(device, self.compute_dtype):
             output = self.model.generate(  # type: ignore[operator]
@@ -189,7 +203,6 @@ def _generation_config(sampling: Sampling, pad_token_id: int) -> GenerationConfi
         max_new_tokens=sampling.max_new_tokens,
         eos_token_id=list(sampling.stop_token_ids) or None,
         pad_token_id=pad_token_id,
-        use_cache=True,
         **options,
     )
 

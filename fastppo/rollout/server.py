@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastppo.activity import begin_count, count
 from fastppo.data.web import make_opener
 from fastppo.functional.scalars import describe
 from fastppo.models.policy import LanguageModel
@@ -179,6 +180,7 @@ class ServerEngine(RolloutEngine):
             except _UnavailableError as error:
                 return error
 
+        begin_count(len(requests))
         for number in range(MAX_ROUNDS):
             if number:
                 _pause(closing)
@@ -191,6 +193,7 @@ class ServerEngine(RolloutEngine):
                         failure = f"{self._server_of(row).url}: {answer}"
                     else:
                         responses[row] = answer
+                        count()
             # A server that was restarted during the round may have answered with other weights.
             for server in self.servers:
                 if not server.is_current(handover):

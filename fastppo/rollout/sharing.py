@@ -10,7 +10,7 @@ per rank, or per group of ranks that share an engine.
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -59,6 +59,9 @@ class SharedEngine(RolloutEngine):
         if not sampling.greedy:
             _draw_seed()  # every rank ends with the same state as after the decoder
         return Rollout.joined([_unpacked(fields) for fields in packed if fields is not None])
+
+    def conversations(self) -> AbstractContextManager[None]:
+        return self.engine.conversations()
 
     def release(self) -> None:
         self.world.gather_results(self.engine.release)

@@ -29,8 +29,9 @@ def check_no_run(run_dir: str | Path) -> None:
     check_is_directory(run_dir)
     if holds_run(run_dir):
         raise ValueError(
-            f"{run_dir} holds a run already: resume it with `resume: true`, or choose another "
-            "output_dir"
+            f"{run_dir} holds a run already: resume it with `--resume true`, or start another one "
+            f"with `--output_dir {run_dir}-2`, and `fastppo report {run_dir} {run_dir}-2` compares "
+            "the two"
         )
 
 

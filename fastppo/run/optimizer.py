@@ -67,7 +67,8 @@ class Optimizer:
         self.steps_taken = 0
         """Steps that have changed the weights since this object was made."""
         self.overflowed_steps = 0
-        self._overflowed = False
+        self._loss_scale = self.scaler.get_scale()
+        """The loss scale when the host last read it. Reading it from a GPU waits."""
         self._copies: list[Tensor] = []
         self._critic = {id(p) for p in critic}
 
@@ -97,23 +98,26 @@ class Optimizer:
         """Scale gradients down to a norm. A critic's are clipped separately.
 
         Returns:
-            `grad_norm`, and `value_grad_norm` with a critic: the norms before clipping, 0-d.
+            `grad_norm`, and `value_grad_norm` with a critic: the norms before clipping; with fp16
+            also the new `loss_scale`. 0-d each.
         """
-        if self.scaler.is_enabled():
-            before = self.scaler.get_scale()
-            self.scaler.unscale_(self.inner)
-            self.scaler.update()
-            self._overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
         groups = {"grad_norm": [p for p in self.weights if id(p) not in self._critic]}
         if self._critic:
             groups["value_grad_norm"] = [p for p in self.weights if id(p) in self._critic]
+        scale: dict[str, Tensor] = {}
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.inner)
+            self.scaler.update()
+            one = torch.ones((), device=self.weights[0].device)
+            scale["loss_scale"] = self.scaler.scale(one)
         norms = {}
         for name, weights in groups.items():
             norm = full_tensor(nn.utils.clip_grad_norm_(weights, max_norm))
-            # Without gradients, as of a policy while only the critic trains, torch's zero is on the
-            # CPU.
-            norms[name] = norm.to(weights[0].device) if weights else norm
-        return norms
+            if not any(weight.grad is not None for weight in weights):
+                # As of a policy while only the critic trains: torch's zero is on the CPU.
+                norm = torch.zeros((), device=self.weights[0].device)
+            norms[name] = norm
+        return norms | scale
 
     def step(self, numbers: Mapping[str, float] | None = None) -> bool:
         """Take a step, unless one of the step's numbers is not finite.
@@ -122,16 +126,22 @@ class Optimizer:
         do either: the moments would decay and move the weights.
 
         Args:
-            numbers: `loss` and the gradient norms; None means that all are finite.
+            numbers: `loss` and what `clip_gradients` returned; None means that all are finite.
 
         Returns:
             False if a number is not finite. An overflow under a loss scale that can still shrink
             also skips the step, but counts as `overflowed_steps` and returns True.
         """
-        if numbers is None or all(map(math.isfinite, numbers.values())):
+        if numbers is None:
             self._step()
             return True
-        if self._overflowed and math.isfinite(numbers["loss"]):
+        before = self._loss_scale
+        self._loss_scale = numbers.get("loss_scale", before)
+        if all(map(math.isfinite, numbers.values())):
+            self._step()
+            return True
+        overflowed = self._loss_scale < before and before > LEAST_SCALE
+        if overflowed and math.isfinite(numbers["loss"]):
             self.overflowed_steps += 1
             return True
         return False
@@ -151,19 +161,24 @@ class Optimizer:
     def copy_weights(self) -> None:
         """Copy this rank's part of the weights to the CPU, for `restore_weights`.
 
-        The memory is kept for the next copy: new memory takes longer than the copy itself.
+        The memory is kept for the next copy: new memory takes longer than the copy itself. That of
+        a GPU's weights is pinned, so that the host does not wait. The GPU copies before it changes
+        the weights.
         """
         parts = [local_part(master) for master in self.masters]
         if not self._copies:
-            self._copies = [torch.empty_like(part, device="cpu") for part in parts]
+            self._copies = [
+                torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda")
+                for part in parts
+            ]
         for copy, part in zip(self._copies, parts, strict=True):
-            copy.copy_(part)
+            copy.copy_(part, non_blocking=True)
 
     @torch.no_grad()
     def restore_weights(self) -> None:
         """Restore the weights of the latest `copy_weights`. The optimizer's own state stays."""
         for weight, master, copy in zip(self.weights, self.masters, self._copies, strict=True):
-            local_part(master).copy_(copy)
+            local_part(master).copy_(copy, non_blocking=True)
             if weight is not master:
                 weight.copy_(master)
 
@@ -172,7 +187,7 @@ class Optimizer:
         if not self.scaler.is_enabled():
             return {}
         overflowed = float(self.overflowed_steps - overflowed_before)
-        return {"loss_scale": self.scaler.get_scale(), "overflowed_steps": overflowed}
+        return {"loss_scale": self._loss_scale, "overflowed_steps": overflowed}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, with each 16-bit weight's `master` in its entry."""
@@ -208,6 +223,7 @@ class Optimizer:
         if state and self.scaler.is_enabled():
             self.overflowed_steps = state.get("overflowed_steps", 0)
             self.scaler.load_state_dict(dict(state))
+            self._loss_scale = self.scaler.get_scale()
 
 
 def _master(weight: nn.Parameter) -> nn.Parameter:

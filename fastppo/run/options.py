@@ -33,6 +33,7 @@ import yaml
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import describe
+from fastppo.other_names import ANSWERS, OTHER_VALUES
 from fastppo.plugins import entry_points
 from fastppo.run.former_names import FORMER_NAMES, REMOVED
 from fastppo.run.other_names import other_projects_option
@@ -110,6 +111,8 @@ class Options:
         belonged_to, answer = REMOVED.get(name, ("", ""))
         if belonged_to in known:
             return f"{sentence}: {answer}"
+        if name in ANSWERS:
+            return f"{sentence}: {ANSWERS[name]}"
         successor = FORMER_NAMES.get(name, "")
         if successor.partition("=")[0] in known:
             meant: list[str] | None = [successor]
@@ -257,6 +260,9 @@ def _converted(name: str, value: Any, hint: Any, words: Sequence[str] = ()) -> A
         words: also allowed, for the error message.
     """
     if get_origin(hint) is Literal:
+        meant = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+        if meant is not None:
+            raise ValueError(f"{name} {describe(value)} is written {meant}")
         return scalars.choice(name, value, get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         if value is None and type(None) in get_args(hint):
@@ -266,6 +272,8 @@ def _converted(name: str, value: Any, hint: Any, words: Sequence[str] = ()) -> A
             return value
         return _converted(name, value, inner, words)
     if get_origin(hint) is Sequence:
+        if value == "none":
+            return ()
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{name} must be a list, [a, b], got {describe(value)}")
         return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
@@ -400,6 +408,8 @@ class SharingOptions(Options):
 
     def check_sharing(self) -> None:
         """Raise ValueError for an unknown tracker."""
+        if self.report_to == ("none",):  # as in transformers
+            object.__setattr__(self, "report_to", ())
         for name in self.report_to:
             trackers = entry_points.names(entry_points.TRACKERS)
             if name not in trackers:

@@ -2,7 +2,8 @@
 
 Over-optimization shows in the responses before it shows in the reward: they become long, repetitive
 or identical, and the monitored rewards stop following the trained one (`rollout_health`). Users set
-thresholds such as `kl > 20`, and `Watch` applies them to a run.
+thresholds such as `kl > 20`, and `Watch` applies them to a run. Warnings that need several
+iterations are in `fastppo.run.trends`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from fastppo.run.trends import EqualRewards, Trends
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +34,13 @@ PAGE_ITEMS = {
     "kl": 5,
     "approx_kl": 5,
     "distinct_2": 8,
-    "skipped_steps": 10,
-    "mismatch/outside": 11,
+    "skipped_steps": 12,
+    "mismatch/outside": 13,
+    "monitor": 7,
+    "response_length": 9,
 }
-"""Number of the item of "My run does not learn" on `PAGE` that explains a metric."""
+"""Number of the item of "My run does not learn" on `PAGE` that explains a metric, or all metrics
+of a group such as `monitor/…`."""
 
 MEANINGS = {
     "eos_rate": ": responses are cut off, at max_new_tokens or after max_turns",
@@ -194,8 +200,9 @@ def kind_of(warning: str) -> str:
 
 def advice(warning: str) -> str:
     """Return the explanation of a warning with a link to `PAGE`, or "" if there is none."""
-    metric = warning.partition(" = ")[0]
-    item = PAGE_ITEMS.get(metric)
+    metric = warning.partition(" ")[0]
+    group = metric.removeprefix("eval/").partition("/")[0]
+    item = PAGE_ITEMS.get(metric, PAGE_ITEMS.get(group))
     return "" if item is None else f"{MEANINGS.get(metric, '')} (see {PAGE}, item {item})"
 
 
@@ -235,15 +242,14 @@ class Watch:
         self._eos_warning_is_due: bool | None = None
         """Whether the warning about eos_rate is due; None while every iteration crossed its
         threshold."""
+        self._trends = Trends()
+        self._equal_rewards = EqualRewards()
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
         """Return the warnings about the metrics of an iteration."""
         self.stopped_by = crossed(self.stop_if, metrics)
-        warnings = crossed(self.warn_if, metrics)
-        if any(warning.startswith("reward_std = ") for warning in warnings):
-            # Equal rewards imply equal advantages and no success: one warning is enough.
-            implied = ("advantage_std = ", "successes_per_minibatch = ")
-            warnings = [text for text in warnings if not text.startswith(implied)]
+        warnings = self._equal_rewards(crossed(self.warn_if, metrics), metrics)
+        warnings += self._trends(metrics)
         if "eos_rate" in metrics:
             warnings = self._with_eos_warning_once(warnings, metrics)
         return warnings + self._missing(metrics)
@@ -290,10 +296,14 @@ class Watch:
         return {
             "absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)},
             "eos_warning_is_due": self._eos_warning_is_due,
+            "trends": self._trends.state_dict(),
+            "equal_rewards": self._equal_rewards.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._iterations = state["absent"]["calls"]
         self._metrics_seen = set(map(str, state["absent"]["seen"]))
-        self._eos_warning_is_due = state.get("eos_warning_is_due")
+        self._eos_warning_is_due = state["eos_warning_is_due"]
+        self._trends.load_state_dict(state["trends"])
+        self._equal_rewards.load_state_dict(state["equal_rewards"])

@@ -63,7 +63,7 @@ class StageOptions(Options):
     seed: int = option(
         0, "Seed of shuffling, splitting and initialization", minimum=0, maximum=2**32 - 1
     )
-    device: str = option("auto", "auto (a GPU if available), cpu or cuda")
+    device: str = option("auto", "auto (a CUDA GPU if there is one), cpu, cuda, cuda:1, …, mps")
     checkpoint_interval: int = option(
         500, "Optimizer steps between checkpoints; 0 writes none", minimum=0
     )

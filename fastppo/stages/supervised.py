@@ -28,10 +28,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from fastppo.data.batch import on_device
 from fastppo.data.files import written_whole
 from fastppo.data.world import World, join
 from fastppo.models.adapters import full_state
 from fastppo.models.device import autocast, busy_cpu, device_name
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.sharding import reshard_for_update, shard_around
 from fastppo.run import checkpoint, manifest
 from fastppo.run.console import lasting_console
@@ -72,6 +74,7 @@ def save_model(run_dir: str, model: Any, tokenizer: Any) -> None:
     with written_whole(Path(run_dir)) as directory:
         model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)
+        save_processor_files(model, directory)
     manifest.permit(Path(run_dir))
 
 
@@ -187,7 +190,9 @@ class SupervisedTrainer(ABC):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norms = self.optimizer.clip_gradients(self.config.max_grad_norm)
-        numbers = {"loss": self.world.sum(loss).item(), "grad_norm": norms["grad_norm"].item()}
+        # The host waits for a GPU here, once per step.
+        read = torch.stack([self.world.sum(loss), norms["grad_norm"]]).tolist()
+        numbers = dict(zip(("loss", "grad_norm"), read, strict=True))
         self.optimizer.step(numbers)
         self.optimizer.zero_grad()
         return {**numbers, "learning_rate": rate, "epoch": self._epochs_at(step)}
@@ -246,7 +251,7 @@ class SupervisedTrainer(ABC):
         return self.collate(rows[local.start : local.stop])
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(self.device) for name, value in batch.items()}
+        return {name: on_device(value, self.device) for name, value in batch.items()}
 
     # --------------------------------------------------------------------- records and checkpoints
 

@@ -28,6 +28,9 @@ from torch import Tensor
 from fastppo_kernels import records
 from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken, Softmax
 
+WITHOUT_FP64 = ("mps",)
+"""Types of devices that have no fp64: Apple's GPUs."""
+
 
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Return ((z − max z)/T [N, V] in the accumulation dtype, row maximum [N]).
@@ -182,7 +185,7 @@ def policy_term(
         tau_negative = objective.tau_negative
         assert tau_positive is not None
         assert tau_negative is not None
-        tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
+        tau = torch.where(advantages > 0, ratio.new_full((), tau_positive), tau_negative)
         # Autograd differentiates torch.sigmoid as s·(1 − s), which is 0 where s rounds to 1.
         gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
         return -4 / tau * gate * advantages
@@ -252,9 +255,7 @@ def loss_of_statistics(
     if token_loss is not None:
         policy = torch.where(counted, token_loss(logprobs, h, t), 0.0)
         if policy.requires_grad:
-            (by_logprobs,) = torch.autograd.grad(
-                policy.sum(), logprobs, retain_graph=True, materialize_grads=True
-            )
+            by_logprobs = _gradient_of_tokens(policy, logprobs, h.detach(), t, token_loss)
             outside = (t.advantages != 0) & (by_logprobs == 0)
     else:
         policy = policy_term(logprobs, ratio, bounded, t.advantages, objective)
@@ -289,6 +290,30 @@ def loss_of_statistics(
         ratio_max=torch.cat([ratio * counted, ratio.new_zeros(1)]).max(),
     )
     return total, torch.stack([x.detach().to(total.dtype) for x in sums]), kl.detach()
+
+
+def _gradient_of_tokens(
+    policy: Tensor,
+    logprobs: Tensor,
+    entropies: Tensor,
+    per_token: PerToken,
+    token_loss: Callable[[Tensor, Tensor, PerToken], Tensor],
+) -> Tensor:
+    """Return the gradient [N] of a token loss by the logprobs, 0 where it has none.
+
+    torch.compile traces `torch.func.grad`, which calls the function again, and not
+    `torch.autograd.grad`.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.autograd.grad(
+            policy.sum(), logprobs, retain_graph=True, materialize_grads=True
+        )[0]
+    counted = per_token.weights != 0
+
+    def total(x: Tensor) -> Tensor:
+        return torch.where(counted, token_loss(x, entropies, per_token), 0.0).sum()
+
+    return torch.func.grad(total)(logprobs.detach())
 
 
 def loss(
@@ -417,13 +442,13 @@ def shaped_advantages(
     trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
 ) -> records.ShapedAdvantages:
     """Return GAE of the rewards −kl_coef·KL_t plus the score on the last token, not whitened."""
-    kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
+    kls = wide(torch.zeros_like(trajectory.token_values))
     if shaping.ref_logprobs is not None:
-        kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
+        kls = sampled_kl(wide(shaping.logprobs) - shaping.ref_logprobs, shaping.kl_estimator)
     rewards = -shaping.kl_coef * kls.contiguous()
     bound = shaping.score_clip or math.inf
     rewards = rewards if trajectory.token_rewards is None else rewards + trajectory.token_rewards
-    kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
+    kl = kls.new_zeros(len(shaping.scores))
     for i, tokens in enumerate(responses(trajectory)):
         rewards.view(-1)[tokens[-1:]] += shaping.scores[i].clamp(-bound, bound)
         kl[i] = kls.flatten()[tokens].sum()
@@ -432,9 +457,14 @@ def shaped_advantages(
     return records.ShapedAdvantages(advantages, returns, kl.to(returns.dtype), moments)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp64, or in fp32 on a device without fp64."""
+    return x.float() if x.device.type in WITHOUT_FP64 else x.double()
+
+
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return (count, Σx, Σx²) over the mask, fp64 [3]."""
-    x = (x if mask is None else x[mask]).double()
+    """Return (count, Σx, Σx²) over the mask, fp64 [3]; fp32 on a device without fp64."""
+    x = wide(x if mask is None else x[mask])
     return torch.stack([torch.ones_like(x).sum(), x.sum(), (x**2).sum()])
 
 
@@ -445,7 +475,7 @@ def whiten(
     count, total, squares = whitening_moments(x, mask) if moments is None else moments
     mean = total / count.clamp(min=1)
     variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
-    white = (x.double() - mean) * torch.rsqrt(variance + records.WHITEN_EPSILON)
+    white = (wide(x) - mean) * torch.rsqrt(variance + records.WHITEN_EPSILON)
     white = white if shift_mean else white + mean
     white = white if mask is None else torch.where(mask, white, 0.0)
     return white.to(records.accumulation_dtype(x.dtype))

@@ -244,10 +244,18 @@ class _Gradients:
 
     dW and dbias are accumulated in fp32 (fp64 for fp64). dW of a single chunk is complete after one
     GEMM in the weight's dtype. Frozen parts cost nothing.
+
+    Args:
+        writes_all_rows: whether every row of dX gets a product, so that it need not start at 0.
     """
 
     def __init__(
-        self, projection: Projection, wanted: GradientsWanted, *, is_one_chunk: bool
+        self,
+        projection: Projection,
+        wanted: GradientsWanted,
+        *,
+        is_one_chunk: bool,
+        writes_all_rows: bool = False,
     ) -> None:
         self.projection = projection
         self.wanted = wanted
@@ -255,7 +263,8 @@ class _Gradients:
         contiguous = torch.contiguous_format
         self.hidden: Tensor | None = None
         if wanted.hidden:
-            self.hidden = torch.zeros_like(projection.hidden, memory_format=contiguous)
+            make = torch.empty_like if writes_all_rows else torch.zeros_like
+            self.hidden = make(projection.hidden, memory_format=contiguous)
         self.weight: Tensor | None = None  # allocated by its first product
         self.bias: Tensor | None = None
         if wanted.bias and projection.bias is not None:
@@ -343,9 +352,16 @@ def ppo_loss(
         trains_weight=wanted.weight,
         row_functions=row_functions,
     )
-    grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
+    is_one_chunk = len(loop.chunks) <= 1
+    grads = _Gradients(
+        projection, wanted, is_one_chunk=is_one_chunk, writes_all_rows=not compact and n > 0
+    )
     wide = accumulation_dtype(loop.head.dtype)
-    logprobs, entropy, kl = (projection.hidden.new_zeros(n, dtype=wide) for _ in range(3))
+    # The only chunk's statistics are those of all rows. Otherwise each chunk copies its own.
+    is_whole = is_one_chunk and weighted_rows is None and n > 0
+    statistics: list[Tensor] = []
+    if not is_whole:
+        statistics = [projection.hidden.new_zeros(n, dtype=wide) for _ in range(3)]
     sums = None
     for index in loop.chunks:
         x = loop.head.hidden_at(index)
@@ -362,9 +378,12 @@ def ppo_loss(
             chunk, live = row_functions.chunk_ppo_loss(**operands)
         else:
             chunk = row_functions.ppo_loss(**operands, inplace=True)
-        logprobs[index] = chunk.logprobs
-        entropy[index] = chunk.entropy
-        kl[index] = chunk.kl
+        of_chunk = [chunk.logprobs, chunk.entropy, chunk.kl]
+        if is_whole:
+            statistics = of_chunk
+        else:
+            for of_all, part in zip(statistics, of_chunk, strict=True):
+                of_all[index] = part
         sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
         if chunk.grad is not None:
             if live is not None:
@@ -376,8 +395,9 @@ def ppo_loss(
             grads.add(index, chunk.grad, x=x, head=loop.head.weight)
         del chunk, operands  # which hold the logits' buffer
     if sums is None:  # no rows of weight other than 0
-        sums = logprobs.new_zeros(len(SUMS))
+        sums = statistics[0].new_zeros(len(SUMS))
     del loop  # free the logits' buffers before dW is cast
+    logprobs, entropy, kl = statistics
     return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())
 
 

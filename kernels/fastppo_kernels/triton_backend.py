@@ -12,6 +12,7 @@ The operations, names and operands are those of `fastppo_kernels.definition`.
     triton/gae          GAE and reward shaping: kernels and launchers
     triton/gae_block    the maps of a block of tokens, and their scan
     triton/whitening    moments and whitening: kernels and launchers
+    triton/draw         sampling; its definition is fastppo.rollout.draw
     triton/jit          scalar functions
     triton/programs     the sizes of all programs
     triton/launch       helpers of the launchers

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from benchmarks.conformance.adapter import NotOfferedError
 from benchmarks.conformance.differences import DIFFERENCES
 from benchmarks.conformance.fixtures import FOLDER, difference, fixtures
 from benchmarks.conformance.peers import PEERS
+from benchmarks.conformance.user_function import check
+from fastppo import cli
 from fastppo.functional import aggregation, value_loss
 from fastppo.ppo import controllers, estimators
 
@@ -85,6 +89,49 @@ def test_an_output_without_an_answer_is_refused() -> None:
         difference(fixtures()["gae-gap"], {"logprobs": torch.zeros(3, 6)})
 
 
+# -------------------------------------------------------------------------- a function of the user's
+
+PAGE_VERDICTS = {"clip-both": "=", "token-mean": "=", "masked-nan": "differs", "gspo": "not asked"}
+
+
+def test_a_loss_of_the_users_is_compared_with_its_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"```python\n(# my_loss.py.*?)```", docs.PAGE.read_text("utf-8"), re.S)
+    (tmp_path / "my_loss.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["conformance", "my_loss.py:loss"]) == 1
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    for name, verdict in PAGE_VERDICTS.items():
+        assert shown[name].startswith(verdict), name
+    (tmp_path / "exact.py").write_text(
+        code.replace("batch_mask.sum()", "(1.01 * batch_mask.sum())")
+    )
+    assert cli.main(["conformance", "exact.py:loss"]) == 1
+    assert re.search(r"^clip-both +differs: loss", capsys.readouterr().out, re.M)
+
+
+def test_other_operations_return_a_tensor_or_outputs_by_name() -> None:
+    def whiten(x: torch.Tensor, shift_mean: bool, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return definition.whiten(x, mask, shift_mean=shift_mean)
+
+    verdicts = check(whiten, "whiten")
+    assert verdicts["whiten-mask"] == "="
+    assert verdicts["whiten-all"] == "=", "a fixture without a mask"
+    needs_mask = check(lambda x, mask, shift_mean: x, "whiten")
+    assert needs_mask["whiten-all"] == "not asked: the fixture has no mask"
+    gae = check(lambda **given: {"advantages": 0 * given["values"]}, "gae")
+    assert gae["gae-padded"].startswith("differs: advantages")
+
+
+def test_only_the_questions_that_were_asked_are_printed() -> None:
+    (name, column), *_ = grid.load().items()
+    some = {name: column._replace(cells={"gspo": column.cells["gspo"]})}
+    text = grid.text(some)
+    assert "gspo" in text
+    assert "gae-padded" not in text
+
+
 # ------------------------------------------------------------------------------------ planted faults
 
 # (owner, function, text, replacement, the fixtures that turn red)
@@ -102,7 +149,7 @@ FAULTS: list[tuple[Any, str, str, str, set[str]]] = [
     (definition, "sequence_ratio_logprobs", "total / count.clamp(min=1)", "total", {"gspo", "gspo-uneven"}),
     (definition, "entropy", "    return", "    log_p = (0.7 * log_p).log_softmax(-1)\n    return", {"entropy-temperature"}),
     (aggregation, "aggregation_weights", "    if denominator is None:", "    if True:", {"token-mean", "seq-mean-token-mean-rows"}),
-    (value_loss.ValueLossFunction, "forward", "0.5 * torch", "torch", {"value-half", "value-clip"}),
+    (value_loss.ValueLossFunction, "forward", "0.5 * (weights", "(weights", {"value-half", "value-clip"}),
     (ours, "importance", '"sum", lengths', '"mean", lengths', {"weights-sequence-truncate"}),
     (estimators, "_against_group", "count / (count - 1)", "1.0", {"rloo"}),
     (controllers.AdaptiveKL, "update", "-0.2), 0.2)", "-0.5), 0.5)", {"kl-adaptive"}),

@@ -28,6 +28,17 @@ def test_predictions_agree_with_a_calculation_by_hand() -> None:
     assert predictions.scan(17, 34.4, 2048, 4096, h200).low == pytest.approx(17 * 2**23 / 4.3e12)
 
 
+def test_decoding_reads_weights_and_cache_once_per_step() -> None:
+    """Qwen2.5 7B has 7.07 billion parameters without its embedding."""
+    model = MODELS["qwen2.5-7b"]
+    weights, cache = predictions.decoding_bytes(model, 64, 512)
+    assert weights == pytest.approx(2 * 7.07e9, rel=1e-3)
+    assert cache == 64 * 512 * 28 * 2 * (4 * 128) * 2
+    step = predictions.decoding_step(model, launches=1)
+    assert step.low == pytest.approx((weights + cache) / 3.35e12)
+    assert predictions.decoding_step(model, launches=2000).low == pytest.approx(0.01)
+
+
 def test_predictions_use_the_instruction_counts_of_the_notes() -> None:
     """The counts agree within 5 %."""
     notes = (docs.ROOT / "kernels" / "NOTES.md").read_text("utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastppo.data.batch import Batch
+from fastppo.data.batch import ALIGNMENT, Batch, in_one_copy
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 
@@ -22,6 +22,27 @@ def test_select_keeps_the_order_of_the_rows() -> None:
     assert part.response_tokens.tolist() == [1, 3, 1, 1, 4]
     assert len(part) == 2
     assert BATCH.select(torch.tensor([1])).layout().input_ids.shape == (1, 2), "no more padding"
+
+
+def test_tensors_reach_a_gpu_in_one_copy_and_aligned(monkeypatch) -> None:
+    copied = []
+
+    def keep(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(x)
+        return x
+
+    monkeypatch.setattr("fastppo.data.batch.on_device", keep)
+    tensors = [
+        torch.arange(3),
+        torch.arange(5, dtype=torch.int32),
+        torch.tensor([True, False]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.rand(2, 7).T,
+    ]
+    actual = in_one_copy(tensors, torch.device("cuda"))
+    assert len(copied) == 1
+    torch.testing.assert_close(actual, tensors, rtol=0, atol=0)
+    assert all(x.data_ptr() % ALIGNMENT == 0 for x in actual)
 
 
 def test_empty_prompts_and_unequal_counts_are_rejected() -> None:

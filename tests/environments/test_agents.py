@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,33 +159,208 @@ def _asks(*requests: Any) -> Any:
 
 FIRST = {"role": "user", "content": "w5"}
 ANSWER = {"role": "assistant", "content": "w4"}
+SECOND = {"role": "user", "content": "w6"}
 
 
 @pytest.mark.parametrize(
-    ("requests", "sentence"),
+    ("messages", "sentence"),
     [
-        (
-            [[FIRST], [{"role": "user", "content": "w6"}, ANSWER, FIRST]],
-            "message 1 differs from",
-        ),
-        ([[FIRST], [FIRST, {**ANSWER, "content": "w8"}, FIRST]], "expected 'assistant: +w4', got"),
-        ([[]], "there are no messages"),
-        ([[{"role": "user", "content": [{"type": "image_url"}]}]], "expected parts of type text"),
+        ([], "there are no messages"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "expected parts of type text"),
     ],
 )
-def test_a_request_that_does_not_continue_the_conversation_is_refused(
-    requests: list[Any], sentence: str
-) -> None:
-    agent = _asks(*({"messages": messages} for messages in requests))
+def test_a_request_without_text_is_refused(messages: list[Any], sentence: str) -> None:
     with pytest.raises(RewardError, match=rf"environment 'agent' raised Bad.*{sentence}"):
-        _run(agent, Scripted([[7, EOS]]), _prompts())
+        _run(_asks({"messages": messages}), Scripted([[7, EOS]]), _prompts())
 
 
-@pytest.mark.parametrize("option", [{"n": 2}, {"tools": [{}]}])
+@pytest.mark.parametrize(
+    "option", [{"n": 2}, {"tools": [{}]}, {"tool_choice": "required"}, {"logprobs": True}]
+)
 def test_unsupported_request_options_are_refused(option: dict[str, Any]) -> None:
     (name,) = option
-    with pytest.raises(RewardError, match=f"{name} (is not supported|must be 1)"):
+    with pytest.raises(RewardError, match=name):
         _run(_asks({"messages": [FIRST], **option}), Scripted([]), _prompts())
+
+
+@pytest.mark.parametrize(
+    ("second", "prompt"),
+    [
+        # A retry of an answered request.
+        ([FIRST], [USER, 8, EOS, ASSISTANT]),
+        # Another answer of the policy's than it wrote.
+        (
+            [FIRST, {**ANSWER, "content": "w8"}, FIRST],
+            [USER, 8, EOS, ASSISTANT, 11, EOS, USER, 8, EOS, ASSISTANT],
+        ),
+        # Another conversation.
+        ([SECOND], [USER, 9, EOS, ASSISTANT]),
+    ],
+)
+def test_another_conversation_opens_a_row(second: list[Any], prompt: list[int]) -> None:
+    agent = _asks({"messages": [FIRST]}, {"messages": second})
+    prompts, rollout = _run(agent, Scripted([[7, EOS], [10, EOS]]), _prompts())
+    assert prompts.token_ids == [prompt]
+    assert rollout.tokens == [[10, EOS]]
+    assert rollout.rewards == [[0.0, 1.0]]
+    assert rollout.branches is not None
+    ((branch,),) = rollout.branches
+    assert branch.prompt_ids == [USER, 8, EOS, ASSISTANT]
+    assert branch.rollout.tokens == [[7, EOS]]
+    assert branch.rollout.finish_reasons == ["stop"]
+
+
+def test_a_fork_keeps_the_tokens_of_the_common_prefix() -> None:
+    agent = _asks(
+        {"messages": [FIRST]},
+        {"messages": [FIRST, ANSWER, FIRST]},
+        {"messages": [FIRST, ANSWER, SECOND]},
+        {"messages": [FIRST, ANSWER, FIRST, {**ANSWER, "content": "w5"}, SECOND]},
+    )
+    # Two pad tokens: decoding ignores them, so that encoding the answer would drop them.
+    engine = Scripted([[0, 7, 0, EOS], [8, EOS], [9, EOS], [10, EOS]])
+    prompts, rollout = _run(agent, engine, _prompts())
+    opening = [USER, 8, EOS, ASSISTANT]
+    after = [USER, 9, EOS, ASSISTANT]
+    assert prompts.token_ids == [opening]
+    assert rollout.tokens == [
+        [0, 7, 0, EOS, USER, 8, EOS, ASSISTANT, 8, EOS, *after, 10, EOS],
+    ]
+    assert rollout.branches is not None
+    ((fork,),) = rollout.branches
+    assert fork.prompt_ids == [*opening, 0, 7, 0, EOS, *after]
+    assert fork.rollout.tokens == [[9, EOS]]
+    assert [asked[0] for asked in engine.asked] == [
+        opening,
+        [*opening, 0, 7, 0, EOS, *opening],
+        fork.prompt_ids,
+        [*prompts.token_ids[0], *rollout.tokens[0][:-2]],
+    ]
+
+
+def test_the_reward_goes_to_the_last_turn_of_any_row() -> None:
+    # The first row would continue, but no turn is left.
+    requests = [[FIRST], [SECOND], [FIRST, ANSWER, SECOND]]
+
+    def agent(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            for messages in requests:
+                try:
+                    client.chat.completions.create(model="any", messages=messages)
+                except openai.BadRequestError:
+                    return 1.0
+        return 0.0
+
+    engine = Scripted([[7, EOS], [10, EOS]])
+    prompts, rollout = _run(Agent(agent), engine, _prompts(), max_turns=2)
+    assert prompts.token_ids == [[USER, 9, EOS, ASSISTANT]]
+    assert rollout.rewards == [[0.0, 1.0]]
+    assert rollout.finish_reasons == ["turns"]
+
+
+def _schema(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+class Calling(Scripted):
+    """Write texts, encoded by a tokenizer with a token per byte."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.tokenizer = tiny.byte_tokenizer()
+        self.tokenizer.chat_template = (
+            "{% if tools %}T{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
+            "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
+            "{% if add_generation_prompt %}a:{% endif %}"
+        )
+        super().__init__([[*self.tokenizer(text)["input_ids"], 0] for text in texts], stop=(0,))
+
+    def run(self, agent: Any) -> tuple[list[str], Rollout]:
+        """Return what the policy read before each turn, and the rollout."""
+        runner = Turns(Agent(agent), self.tokenizer, max_turns=8)
+        try:
+            _, rollout = runner.run(
+                _prompts(), self, Sampling(max_new_tokens=200, stop_token_ids=(0,))
+            )
+        finally:
+            runner.close()
+        return [self.tokenizer.decode(asked[0]) for asked in self.asked], rollout
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_shown_and_their_calls_parsed(stream: bool) -> None:
+    call = '<tool_call>{"name":  "add", "arguments": {"x": "1"}}</tool_call>'
+    seen: list[Any] = []
+
+    def agent(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            ask = {"model": "any", "tools": [_schema("add")]}
+            messages: list[Any] = [FIRST]
+            if stream:
+                chunk = next(
+                    iter(client.chat.completions.create(messages=messages, stream=True, **ask))
+                )
+                delta = chunk.choices[0].delta
+                function = delta.tool_calls[0].function
+                seen.append((delta.content, function.name, function.arguments))
+                return 1.0
+            reply = client.chat.completions.create(messages=messages, **ask).choices[0]
+            function = reply.message.tool_calls[0].function
+            seen.append((reply.message.content, function.name, function.arguments))
+            seen.append(reply.finish_reason)
+            answer = {
+                "role": "tool",
+                "tool_call_id": reply.message.tool_calls[0].id,
+                "content": "two",
+            }
+            reply = client.chat.completions.create(
+                messages=[*messages, reply.message, answer], **ask
+            ).choices[0]
+            seen.append((reply.message.content, reply.message.tool_calls, reply.finish_reason))
+        return 1.0
+
+    engine = Calling([f"so {call}", "2"])
+    read, rollout = engine.run(agent)
+    assert seen[0] == ("so", "add", '{"x": "1"}')
+    assert rollout.branches == [[]]
+    if not stream:
+        assert seen[1:] == ["tool_calls", ("2", None, "stop")]
+        # The call is read as it was sampled, with its two spaces.
+        assert read == ["Tadd\nu:w5<eos>a:", f"Tadd\nu:w5<eos>a:so {call}<eos>t:two<eos>a:"]
+
+
+def test_a_call_that_cannot_be_parsed_is_answered_as_text() -> None:
+    seen: list[Any] = []
+
+    def agent(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            reply = client.chat.completions.create(
+                model="any", messages=[FIRST], tools=[_schema("add")]
+            ).choices[0]
+        seen.append((reply.message.content, reply.message.tool_calls, reply.finish_reason))
+        return 1.0
+
+    _, rollout = Calling(["<tool_call>{</tool_call>"]).run(agent)
+    assert rollout.invalid == [1]
+    assert seen == [("<tool_call>{</tool_call>", None, "stop")]
+
+
+def test_other_tools_open_a_row() -> None:
+    def agent(base_url: str, api_key: str) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [FIRST]
+            for name in ("add", "mul"):
+                reply = client.chat.completions.create(
+                    model="any", messages=messages, tools=[_schema(name)]
+                )
+                messages += [reply.choices[0].message, FIRST]
+        return 1.0
+
+    read, rollout = Calling(["so", "2"]).run(agent)
+    assert rollout.invalid == [0]
+    assert read == ["Tadd\nu:w5<eos>a:", "Tmul\nu:w5<eos>a:so<eos>u:w5<eos>a:"]
+    assert rollout.branches is not None
+    assert len(rollout.branches[0]) == 1
 
 
 def test_the_agent_of_the_page_runs() -> None:
@@ -232,36 +406,25 @@ def test_streaming_sends_the_answer_in_one_piece() -> None:
     assert rollout.rewards == [[0.0, 0.0, 1.0]]
 
 
-def test_concurrent_requests_of_a_session_are_refused() -> None:
-    events = []
+def test_concurrent_requests_of_a_session_are_answered_in_turn() -> None:
+    answers: list[str] = []
 
     def agent(base_url: str, api_key: str) -> float:
-        def ask(text: str) -> None:
-            with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-                try:
-                    client.chat.completions.create(
-                        model="any", messages=[{"role": "user", "content": text}]
-                    )
-                except openai.BadRequestError as error:
-                    events.append(error.message)
+        def ask(text: str) -> str:
+            with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+                messages: Any = [{"role": "user", "content": text}]
+                reply = client.chat.completions.create(model="any", messages=messages)
+                return str(reply.choices[0].message.content)
 
-        threads = [threading.Thread(target=ask, args=(text,)) for text in ("w5", "w6")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as threads:
+            answers.extend(threads.map(ask, ("w5", "w6", "w6")))
         return 1.0
 
-    class Slow(Scripted):
-        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-            while not events:
-                time.sleep(0.01)
-            return super().generate(prompt_ids, sampling)
-
-    _, rollout = _run(Agent(agent), Slow([[7, EOS]]), _prompts())
-    assert rollout.rewards == [[0.0, 1.0]]
-    assert len(events) == 1
-    assert "an earlier request of the session has no answer yet" in events[0]
+    # The two equal requests are no retries, so each has an answer of its own.
+    _, rollout = _run(Agent(agent), Scripted([[7, EOS], [8, EOS], [9, EOS]]), _prompts())
+    assert sorted(answers) == [" w4", " w5", " w6"]
+    assert rollout.branches is not None
+    assert len(rollout.branches[0]) == 2
 
 
 def test_requests_need_a_key_and_the_server_stops_at_the_end() -> None:

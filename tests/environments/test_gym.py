@@ -50,13 +50,15 @@ class Echo:
         return f"You said {action!r}.", 0.5, False, False, {}
 
 
+VALID = {"invalid": False}
+
 CHAT = [{"role": "system", "content": "Play."}, {"role": "user", "content": "x"}]
 
 
 def test_a_text_environment_reads_and_writes_texts() -> None:
     game = Gym(Echo())
     assert game.reset("x") == "Say something.\n"
-    assert game.step(" hello ") == ("\nYou said 'hello'.\n", 0.5, False)
+    assert game.step(" hello ") == ("\nYou said 'hello'.\n", 0.5, False, VALID)
     opening = game.reset(CHAT, seed=1)
     assert opening == [CHAT[0], {"role": "user", "content": "Say something."}]
     assert game.step("hello")[0] == "You said 'hello'."
@@ -66,13 +68,13 @@ def test_a_text_environment_reads_and_writes_texts() -> None:
 def test_a_discrete_action_is_the_first_number_of_the_turn() -> None:
     game = Gym(Corridor())
     assert game.reset("x", seed=0) == '{"place": 0}\n'
-    assert game.step("go to 1, not 0") == ('\n{"place": 1}\n', 0.0, False)
+    assert game.step("go to 1, not 0") == ('\n{"place": 1}\n', 0.0, False, VALID)
     for text in ("right", "7"):
-        observation, reward, done = game.step(text)
+        observation, *others = game.step(text)
         assert "expected an action from 0 to 1" in observation
-        assert (reward, done) == (0.0, False)
+        assert others == [0.0, False, {"invalid": True}]
     assert game.environment.steps == 1, "invalid actions do not reach it"
-    assert game.step("1") == ('\n{"place": 2}\n', 1.0, True)
+    assert game.step("1") == ('\n{"place": 2}\n', 1.0, True, {**VALID, "outcome": "terminated"})
 
 
 class Numbers:
@@ -151,7 +153,23 @@ def test_a_rendering_as_text_replaces_the_observations() -> None:
 def test_a_truncated_episode_ends() -> None:
     game = Gym(Corridor())
     game.reset("x")
-    assert [game.step("0")[2] for _ in range(5)] == [False] * 4 + [True]
+    answers = [game.step("0") for _ in range(5)]
+    assert [done for _, _, done, _ in answers] == [False] * 4 + [True]
+    assert answers[-1][3] == {**VALID, "outcome": "truncated"}
+
+
+@pytest.mark.parametrize("key", ["is_success", "success"])
+@pytest.mark.parametrize(("value", "outcome"), [(np.True_, "success"), (0.0, "failure")])
+def test_an_environment_may_say_whether_an_episode_was_a_success(
+    key: str, value: Any, outcome: str
+) -> None:
+    class Goal(Corridor):
+        def step(self, action: int) -> Any:
+            return *super().step(action)[:4], {key: value}
+
+    game = Gym(Goal(length=1))
+    game.reset("x", seed=0)
+    assert game.step("1")[3] == {**VALID, "outcome": outcome}
 
 
 def test_texts_and_actions_can_be_converted() -> None:

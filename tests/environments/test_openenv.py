@@ -44,6 +44,9 @@ def _server(port: int, sessions: int = 64, action: str = "text") -> Iterator[str
         process.wait()
 
 
+VALID = {"invalid": False}
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with _server(_free_port()) as address:
@@ -53,7 +56,7 @@ def address() -> Iterator[str]:
 def test_sessions_are_independent_and_a_turn_is_the_actions_text_field(address: str) -> None:
     make = load_environment(address).function
 
-    async def run_episodes() -> list[tuple[object, float, bool]]:
+    async def run_episodes() -> list[tuple[object, ...]]:
         first, second = make(), make()
         assert await first.reset("w1", seed=3) == await second.reset("w1", seed=4) == "w30 w31"
         answers = [await first.step("w9"), await second.step("w4"), await first.step("w1 w3")]
@@ -63,9 +66,9 @@ def test_sessions_are_independent_and_a_turn_is_the_actions_text_field(address: 
         return answers
 
     assert asyncio.run(run_episodes()) == [
-        ("w32", 0.0, False),
-        ("w32", 1.0, True),
-        ("w32", 1.0, True),
+        ("w32", 0.0, False, VALID),
+        ("w32", 1.0, True, VALID),
+        ("w32", 1.0, True, VALID),
     ]
 
 
@@ -102,10 +105,11 @@ def test_an_invalid_action_is_answered_with_the_error() -> None:
         '{"error": "no action: Expecting value: line 1 column 1 (char 0)"}',
         0,
         False,
+        {"invalid": True},
     )
     assert "Invalid message" in other_fields[0]
-    assert other_fields[1:] == (0.0, False)
-    assert right == ("w32", 1.0, True)
+    assert other_fields[1:] == (0.0, False, {"invalid": True})
+    assert right == ("w32", 1.0, True, VALID)
 
 
 def _train(address: str, folder: Path) -> int:

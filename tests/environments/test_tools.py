@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from fastppo.data.chat import with_text
 from fastppo.data.datasets import DataError
 from fastppo.data.prompts import Prompts
 from fastppo.environments.loading import load_environment
+from fastppo.environments.tools import ToolCall, ToolFormat, Tools, ToolTurn
 from fastppo.environments.turns import Turns
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.ppo.options.config import PPOConfig
@@ -273,3 +276,35 @@ def test_an_invalid_tool_is_refused(method: str, sentence: str, tmp_path: Path) 
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "item": "tea"}\n')
     with pytest.raises(ValueError, match=rf"environment .*:Mine: tool 'price': .*{sentence}"):
         load_environment(config.environment)
+
+
+def test_the_demonstrations_of_the_page_are_read_as_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text("utf-8")
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    tokenizer.save_pretrained(tmp_path / "my-base-model")
+    (tmp_path / "shop.py").write_text(page.split("```python\n")[1].split("```")[0])
+    code = page.split("```py\n# demonstrations.py\n")[1].split("```")[0]
+    (tmp_path / "demonstrations.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    runpy.run_path("demonstrations.py")
+    lines = Path("demonstrations.jsonl").read_text().splitlines()
+    calls, answers = [json.loads(line) for line in lines[::2]], [json.loads(x) for x in lines[1::2]]
+    shop = runpy.run_path("shop.py")["Shop"]
+    form = ToolFormat(tokenizer, Tools(shop).schemas, where="demonstrations")
+    for row, item in zip(calls, ("tea", "jam"), strict=True):
+        assert (
+            row["prompt"]
+            == f"<has price><user>What is it? The customer wants {item}.<eos><assistant>"
+        )
+        turn = form.parse([], [], row["completion"])
+        assert turn.calls == [ToolCall("price", {"item": item})]
+    # The next turn is read after the call and its answer, as in an episode.
+    assert (
+        answers[0]["prompt"]
+        == f"{calls[0]['prompt']}{calls[0]['completion']}<eos><tool>2.5<eos><assistant>"
+    )
+    assert form.parse([], [], answers[0]["completion"]) == ToolTurn([], text="It costs 2.5.")

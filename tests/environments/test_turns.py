@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import tiny
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
+from fastppo.environments.episodes import as_turns
 from fastppo.environments.loading import load_environment
 from fastppo.environments.maker import EnvironmentMaker
-from fastppo.environments.turns import Turns, as_turns
+from fastppo.environments.turns import Turns
+from fastppo.models.policy import LanguageModel
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, RolloutError, Sampling
+from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.one_turn import OneTurn
 
 
@@ -110,6 +114,36 @@ def test_a_chat_has_its_templates_text_between_two_turns() -> None:
     ]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert engine.asked[2] == [ids]
+
+
+@pytest.mark.parametrize(("keeps", "per_episode"), [(False, 100), (True, 23)])
+def test_an_episode_of_eight_turns_computes_only_what_is_new(
+    keeps: bool, per_episode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn is one token, and an observation two. So turn t has 3t − 1 tokens before it, of which
+    all but three, or two in the first turn, are in the cache."""
+
+    class Observer(Echo):
+        turns = 8
+
+        def step(self, text: str) -> Any:
+            _, reward, done = super().step(text)
+            return "w9 w10", reward, done
+
+    engine = DecoderEngine(LanguageModel(tiny.model()))
+    if not keeps:
+        monkeypatch.setattr(engine, "conversations", nullcontext)
+    computed = []
+    engine.policy.causal_lm.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: computed.append(keywords["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    sampling = Sampling(4, stop_token_ids=tuple(tiny.VOCABULARY.values()), seed=1)
+    runner = Turns(Observer, tiny.tokenizer(), max_turns=8)
+    _, rollout = runner.run(_prompts(2), engine, sampling)
+    assert [sum(mask) for mask in rollout.response_mask] == [8, 8]
+    assert sum(computed) == 2 * per_episode
+    assert engine.kept is None
 
 
 def test_a_template_that_strips_thoughts_leaves_sampled_tokens() -> None:
@@ -230,6 +264,9 @@ def test_coroutines_run_concurrently() -> None:
     ("returned", "says"),
     [
         (None, r"returned None in step; expected \(observation, reward, done\)"),
+        (("w1", 1.0, True, "won"), "returned 'won' in step; expected a dict"),
+        (("w1", 1.0, True, {"invalid": "no"}), "returned invalid='no' in step; expected a bool"),
+        (("w1", 1.0, True, {"outcome": 1}), "returned outcome=1 in step; expected a text"),
         (("w1", "much", False), "returned the reward 'much' in step; expected a number"),
         (("w1", math.nan, False), "returned the reward nan in step"),
         (("w1", 1.0, "no"), "returned done='no' in step; expected a bool"),

@@ -200,6 +200,38 @@ def test_losses_compile_without_a_graph_break() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def user_clip(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, entropy: Tensor
+) -> Tensor:
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(0.8, 1.2) * advantages
+    return -torch.minimum(ratio * advantages, clipped) - 0.1 * entropy
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_users_objective_and_the_in_place_loss_compile_with_symbolic_shapes(
+    dynamic: bool | None,
+) -> None:
+    def losses(logits: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        own = fastppo.ppo_loss(logits, *data, objective=user_clip)
+        in_place = fastppo.ppo_loss(logits * 1, *data, inplace=True)
+        weight = torch.eye(logits.shape[-1], dtype=logits.dtype)
+        head = fastppo.linear_ppo_loss(logits, weight, *data, objective=user_clip)
+        return own.loss + in_place.loss + head.loss, own.metrics["clip_fraction"]
+
+    torch._dynamo.reset()
+    traced = torch.compile(losses, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for shape in ((2, 3), (3, 5), (4, 4)):
+        data = draws.batch(shape, V)
+        leaf = data.logits.requires_grad_()
+        for actual, expected in zip(traced(leaf, *data[1:]), losses(leaf, *data[1:]), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        grads = [
+            torch.autograd.grad(call(leaf, *data[1:])[0], leaf)[0] for call in (traced, losses)
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
 def test_advantages_compile_without_a_graph_break() -> None:
     scores, (values, logprobs, ref) = torch.randn(4), torch.randn(3, 4, 6)
     mask = torch.rand(4, 6) < 0.7

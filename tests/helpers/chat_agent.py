@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 ASKED = ("w9", "w10")
@@ -61,3 +63,42 @@ def grade(base_url: str, api_key: str, prompt: str) -> float:
         messages = [{"role": "user", "content": prompt}]
         reply = client.chat.completions.create(model="policy", messages=messages)
     return {"stop": 1.0, "length": 0.25}[reply.choices[0].finish_reason]
+
+
+SEARCH = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def research(base_url: str, api_key: str, prompt: str) -> float:
+    """Ask two sub-agents, each in a conversation of its own, and then compact the history.
+
+    A sub-agent answers each call of the tool, or the user asks it. The reward is 1 for about half
+    of the final answers.
+    """
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+
+        def ask(messages: list[Any], **options: Any) -> Any:
+            reply = client.chat.completions.create(model="policy", messages=messages, **options)
+            messages.append(reply.choices[0].message)
+            return reply.choices[0].message
+
+        main: list[Any] = [{"role": "user", "content": prompt}]
+        for question in ASKED:
+            message = ask(main, tools=[SEARCH])
+            helper: list[Any] = [
+                {"role": "system", "content": "w12"},
+                {"role": "user", "content": question},
+            ]
+            ask(helper)
+            helper.append({"role": "user", "content": "w11"})
+            found = ask(helper).content
+            main += [
+                {"role": "tool", "tool_call_id": call.id, "content": found}
+                for call in message.tool_calls or ()
+            ] or [{"role": "user", "content": found}]
+        ask(main, tools=[SEARCH])
+        compacted = [{"role": "user", "content": f"{prompt} w13 {found}"}]
+        answer = ask(compacted, tools=[SEARCH])
+        return float((answer.content or "").strip() < "w3")

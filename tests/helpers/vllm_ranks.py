@@ -39,7 +39,9 @@ class Listener:
         self.module: Any = ModuleType("vllm")
         self.module.__spec__ = ModuleSpec("vllm", None)  # `find_spec` finds it
         self.module.LLM, self.module.SamplingParams = self._llm, dict
-        self.module.EngineArgs = make_dataclass("EngineArgs", ["seed", "max_num_seqs"])
+        self.module.EngineArgs = make_dataclass(
+            "EngineArgs", ["seed", "max_num_seqs", "quantization", "speculative_config"]
+        )
         self.most_at_once = 0
         """Largest number of full weights in memory at once."""
         self.fails_at: str | None = None

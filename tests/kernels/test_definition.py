@@ -26,7 +26,10 @@ from fastppo_kernels.records import (
     Trajectory,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.conformance import formulas as paper
 
@@ -330,3 +333,23 @@ def test_shaping_takes_a_batch_of_any_strides() -> None:
         return definition.shaped_advantages(trajectory, shaping, Discounts())
 
     torch.testing.assert_close(shaped(lambda x: x), shaped(Tensor.contiguous), rtol=0, atol=0)
+
+
+class _NoFp64(TorchDispatchMode):
+    """Refuse fp64 tensors on the GPU of a Mac, as Metal does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.device.type == "mps":
+                assert x.dtype != torch.float64, function
+        return result
+
+
+def test_whitening_needs_no_fp64_on_the_gpu_of_a_mac() -> None:
+    """Fake tensors stand in for those of the device."""
+    with FakeTensorMode(), _NoFp64():
+        x = torch.zeros(3, 5, device="mps")
+        assert definition.whiten(x).dtype == torch.float32
+        with pytest.raises(AssertionError):
+            x.double()

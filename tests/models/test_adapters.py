@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import architectures
 import pytest
 import tiny
 import torch
@@ -39,6 +40,24 @@ def test_a_policy_with_adapters_saves_a_plain_model_and_is_its_own_reference(
     loaded = LanguageModel(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
     assert loaded.causal_lm.state_dict().keys() == before.keys()
     torch.testing.assert_close(loaded.response_logprobs(BATCH), adapted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "adapted"),
+    [
+        ("qwen3_moe", "experts, gate, k_proj, o_proj, q_proj, v_proj"),  # experts share two tensors
+        ("mamba", "in_proj, x_proj"),
+        ("llama4_text", "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"),
+    ],
+)
+def test_adapters_of_other_layers_merge(model_type: str, adapted: str) -> None:
+    assert architectures.adapted_layers(model_type) == adapted
+
+
+def test_adapters_on_tied_layers_are_refused() -> None:
+    """Zamba's attention blocks share one set of weights."""
+    with pytest.raises(ValueError, match="lora_target_modules"):
+        add_adapters(architectures.model("zamba2"), rank=2, alpha=4.0)
 
 
 def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:

@@ -56,4 +56,4 @@ def test_it_grows_and_keeps_the_selected_rows_as_a_dynamic_cache_does() -> None:
         torch.testing.assert_close(*outputs, rtol=0, atol=0)
         if step == GROWTH // 2 - 1:
             for cache in caches:
-                cache.batch_select_indices(torch.tensor([2, 0]))
+                cache.reorder_cache(torch.tensor([2, 0]))

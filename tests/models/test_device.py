@@ -11,10 +11,11 @@ from fastppo.models.device import (
     cast_frozen,
     choose_device,
     compute_dtype,
+    device_name,
 )
 from fastppo.models.policy import LanguageModel
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU, GPU, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 
 
 def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -41,12 +42,26 @@ def test_a_device_is_chosen_by_its_name(
 
 @pytest.mark.parametrize(
     ("name", "named"),
-    [("mps", "device .*'mps'"), ("cpu:1", "device .*'cpu:1'"), ("cuda:2", "device=cuda:2.* 2 GPU")],
+    [
+        ("mps", "device=mps"),
+        ("mps:1", "device .*'mps:1'"),
+        ("cpu:1", "device .*'cpu:1'"),
+        ("cuda:2", "device=cuda:2.* 2 GPU"),
+    ],
 )
 def test_a_device_that_does_not_exist_is_refused(name, named, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with pytest.raises(ValueError, match=named):
         choose_device(name)
+
+
+def test_apples_gpu_is_chosen_by_name_alone(monkeypatch) -> None:
+    _gpus(monkeypatch, 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert choose_device("mps") == MPS
+    assert choose_device("auto") == CPU
+    assert device_name(MPS).startswith("Apple GPU")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +86,8 @@ def test_a_busy_cpu_gives_a_warning(threads, load, device, warns, monkeypatch) -
         ("fp32", GPU, None),
         ("auto", GPU, torch.bfloat16),
         ("auto", CPU, None),
+        ("auto", MPS, None),
+        ("bf16", MPS, torch.bfloat16),
     ],
 )
 def test_the_compute_dtype_follows_precision_and_device(precision, device, dtype) -> None:

@@ -20,6 +20,7 @@ from runs import (
     Watched,
     experience_of,
     first_experience,
+    first_prompts,
     make_trainer,
     perturb,
     records,
@@ -193,6 +194,19 @@ def test_a_microbatch_does_not_synchronize(architecture: str, packing: str, tmp_
     assert counts[0] > 0, "the sums of a step are read once"
 
 
+def test_an_experience_is_read_once(tmp_path: Path) -> None:
+    """On a CPU, whitening reads its moments too, which is free."""
+    trainer = make_trainer(tmp_path, precision="bf16", whiten_advantages=False)
+    prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
+    coefficients = trainer.begin_iteration()
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.parts.sampling)
+    scores = trainer.score(prompts, rollout, coefficients)
+    with waits.counted() as seen:
+        _, metrics = trainer.make_experience(prompts.token_ids, rollout, scores, coefficients)
+    assert seen["tolist"] == 1
+    assert {"kl", "value", "mismatch/mean"} <= metrics.keys()
+
+
 def test_an_optimizer_step_synchronizes_once(tmp_path: Path) -> None:
     experience = first_experience(make_trainer(tmp_path))
     counts = []
@@ -347,6 +361,29 @@ def test_a_batch_without_a_finished_response_moves_nothing(
         weights.append(weights_of(trainer))
     assert not all(map(torch.equal, weights[0], weights[1]))
     assert all(map(torch.equal, weights[1], weights[2]))
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_without_a_signal_an_entropy_bonus_moves_the_policy(coef: float, tmp_path: Path) -> None:
+    """All responses earn the same, so that their advantages are 0."""
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[lambda prompts, completions: [1.0] * len(completions)],
+        entropy_coef=coef,
+        kl_coef=0.0,
+        learning_rate=1e-2,
+        iterations=8,
+    )
+    with torch.no_grad():
+        trainer.model.head.weight.mul_(20)  # away from the uniform distribution
+    policy = [*trainer.model.causal_lm.parameters()]
+    before = [weight.detach().clone() for weight in policy]
+    trainer.train()
+    assert all(record["no_signal"] == 1 for record in records(trainer))
+    assert all(map(torch.equal, before, policy)) == (coef == 0)
+    if coef:
+        entropies = [record["entropy"] for record in records(trainer)]
+        assert entropies[-1] > 1.1 * entropies[0]
 
 
 def test_a_batch_without_a_finished_response_has_no_gradient(tmp_path: Path) -> None:

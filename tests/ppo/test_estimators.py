@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ GROUPED = random_batch([3, 1, 2, 2])
 GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
 STD_OF_FOUR = (
     torch.tensor([10.0, 1.0, 2.0, 3.0]).std()
-    + 1e-4 * torch.tensor([10.0, 1.0, 2.0, 3.0]).std(correction=0)
+    + 1e-6 * torch.tensor([10.0, 1.0, 2.0, 3.0]).std(correction=0)
 ).item()
 GROUPED_OLD = {
     "old_logprobs": torch.linspace(-3, -1, 8),
@@ -125,10 +126,55 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
 
 
 def test_a_group_is_normalized_by_its_mean_and_standard_deviation() -> None:
-    least = 1e-4 * GROUPED_SCORES.std(correction=0).item()
+    least = 1e-6 * GROUPED_SCORES.std(correction=0).item()
     unit = 1.5 / (4.5**0.5 + least)
     estimates = _of_groups("group").advantages
     torch.testing.assert_close(estimates, _each([unit, -unit, 0.0, 0.0]))
+
+
+def _rows_of(kind: str, function: Any = None, **options: Any) -> Experience:
+    """Return two episodes of one prompt, the first with two rows, with rewards of 1 and -2."""
+    config = PPOConfig(
+        advantage=kind,
+        kl_coef=0.0,
+        whiten_advantages=False,
+        **{"samples_per_prompt": 2, "rollout_batch_size": 8, "minibatches": 1, **options},
+    )
+    experience = _experience(BATCH, (False,) * 3, config)
+    experience = replace(experience, episodes=torch.tensor([0, 0, 1]))
+    scores = Scores(torch.tensor([1.0, 1.0, -2.0]))
+    coefficients = CoefficientControl(config).at(0)
+    return estimate_advantages(experience, scores, config, coefficients, function=function)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("rloo", 3.0), ("group", 1.5 / (4.5**0.5 + 1.5e-6)), ("reinforce", 1.0)]
+)
+def test_the_rows_of_an_episode_have_its_advantage(kind: str, first: float) -> None:
+    second = -2.0 if kind == "reinforce" else -first
+    wanted = torch.tensor([first] * (LENGTHS[0] + LENGTHS[1]) + [second] * LENGTHS[2])
+    torch.testing.assert_close(_rows_of(kind, vf_coef=0.0).advantages, wanted)
+
+
+def test_each_row_of_an_episode_has_its_own_values() -> None:
+    with_rows = _rows_of("gae")
+    scores = Scores(torch.tensor([1.0, 1.0, -2.0]))
+    torch.testing.assert_close(with_rows.advantages, _made("gae", rewards=scores).advantages)
+
+
+def test_an_advantage_that_groups_rows_must_know_their_episodes() -> None:
+    def by_rows(rewards: Any, values: Any, mask: Any, samples_per_prompt: int) -> Any:
+        return rewards
+
+    def by_episodes(
+        rewards: Any, values: Any, mask: Any, samples_per_prompt: int, episodes: Any
+    ) -> Any:
+        assert episodes.tolist() == [0, 0, 1]
+        return rewards
+
+    with pytest.raises(ValueError, match=r"by_rows.*episodes"):
+        _rows_of("gae", by_rows)
+    assert _rows_of("gae", by_episodes).advantages.any()
 
 
 def test_part_of_a_group_is_refused() -> None:

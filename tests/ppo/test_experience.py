@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastppo.data.batch import Batch
+from fastppo.data.batch import ALIGNMENT, Batch
 from fastppo.data.microbatches import Limits, microbatches
 from fastppo.data.world import World
+from fastppo.functional.aggregation import AGGREGATIONS
 from fastppo.ppo.experience import Experience, token_weights
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.trained import Trained
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -41,7 +43,7 @@ def _experience(batch: Batch = BATCH) -> Experience:
 def test_a_rollout_gives_scores_and_truncated_responses(masks: bool) -> None:
     rollout = Rollout(RESPONSES, ["stop", "length", "stop"])
     scores = Scores(torch.tensor([1.0, -2.0, 0.5]))
-    experience = Experience.of_rollout(BATCH, rollout, scores, masks=masks)
+    experience = Experience.of_rows(BATCH, Rows(PROMPTS, rollout), scores, masks=masks)
     assert experience.scores is not None
     assert experience.scores.tolist() == [1.0] * 3 + [-2.0] + [0.5] * 2
     assert experience.truncated is not None
@@ -74,7 +76,8 @@ def test_select_keeps_the_tokens_of_the_sequences() -> None:
 def test_minibatches_follow_the_given_order(
     count: int, response_mask: list[list[bool]] | None
 ) -> None:
-    """Each is what `select` and `weighted` return, and all share the memory of one copy."""
+    """Each is what `select` and `weighted` return. All share the memory of one copy, in which each
+    begins at an aligned address."""
     batch = Batch.of(PROMPTS, RESPONSES, response_mask=response_mask)
     experience = _experience(batch)
     order = torch.tensor([2, 0, 1])
@@ -83,8 +86,10 @@ def test_minibatches_follow_the_given_order(
     for part, rows in zip(minibatches, order.tensor_split(min(count, 3)), strict=True):
         wanted = experience.select(rows).weighted("seq-mean-token-mean")
         torch.testing.assert_close(tensors_of(part), tensors_of(wanted), rtol=0, atol=0)
-    memory = {part.old_values.untyped_storage().data_ptr() for part in minibatches}
-    assert len(memory) == 1
+    for name in ("old_values", "returns", "token_weights"):
+        tensors = [getattr(part, name) for part in minibatches]
+        assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
+        assert all(x.data_ptr() % ALIGNMENT == 0 for x in tensors)
     assert experience.token_weights is None
 
 
@@ -146,3 +151,36 @@ def test_masked_responses_leave_the_update() -> None:
     everything = replace(_experience(), masked=torch.tensor([True] * 3)).in_loss()
     (minibatch,) = everything.minibatches(torch.arange(3), 1, "token-mean")
     assert not minibatch.token_weights.any()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_an_episode_weighs_as_one_however_many_rows_it_has(aggregation: str) -> None:
+    in_rows = replace(_experience(), episodes=torch.tensor([0, 0, 1])).weighted(aggregation)
+    whole = Batch.of([[5], [8]], [[1, 1, 4, 2], [1, 3]])
+    assert len(in_rows) == 2
+    assert torch.equal(
+        in_rows.token_weights, _experience(whole).weighted(aggregation).token_weights
+    )
+
+
+def test_minibatches_have_whole_episodes() -> None:
+    experience = replace(_experience(), episodes=torch.tensor([0, 0, 1]))
+    first, second = experience.minibatches(torch.tensor([1, 0]), 2, "token-mean")
+    assert first.old_values.tolist() == [14.0, 15.0]
+    assert second.old_values.tolist() == [10.0, 11.0, 12.0, 13.0]
+    assert second.token_weights.tolist() == [0.25] * 4
+
+
+def test_a_truncated_episode_is_masked_with_all_of_its_rows() -> None:
+    rollout = Rollout(RESPONSES, ["stop", "length", "stop"])
+    rows = Rows(PROMPTS, rollout, torch.tensor([0, 0, 1]))
+    experience = Experience.of_rows(BATCH, rows, Scores(torch.zeros(3)), masks=True)
+    assert experience.masked.tolist() == [True, True, False]
+
+
+def test_each_row_ends_with_the_score_of_its_episode() -> None:
+    scores = Scores(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25]), [1, 1])
+    rows = scores.of_rows([0, 0, 1], [2, 1, 1])
+    assert rows.last.tolist() == [1.5, 1.0, 2.0]
+    assert rows.within.tolist() == [0.0, 0.0, 0.5, 0.25]
+    assert rows.total.tolist() == [1.5, 1.5, 2.25]

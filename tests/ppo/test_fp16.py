@@ -18,8 +18,8 @@ ONE_STEP = {"iterations": 1, "ppo_epochs": 1, "minibatches": 1}
 
 
 def _set_scale(trainer: PPOTrainer, scale: float) -> None:
-    scaler = trainer.optimizer.scaler
-    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
+    optimizer = trainer.optimizer
+    optimizer.load_loss_scale(optimizer.loss_scale_state() | {"scale": scale})
 
 
 def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:

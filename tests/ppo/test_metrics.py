@@ -20,12 +20,12 @@ from fastppo.functional.losses import ppo_loss
 from fastppo.ppo.coefficients import CoefficientControl
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
+    OF_CRITIC,
     LossSums,
     PhaseTimer,
     UpdateMeter,
-    critic_metrics,
-    experience_metrics,
     explained_variance,
+    read_experience,
     response_metrics,
     sample_records,
     standard_errors,
@@ -48,6 +48,7 @@ EXPERIENCE = Experience(
     monte_carlo_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
     ref_logprobs=torch.tensor([-1.5, -2.0, -2.0, -6.0]),
     advantage_std=torch.tensor(0.25),
+    response_kl=[-0.5, 2.0],
 )
 CONFIG = PPOConfig(value_head="gradient", value_clip=0.2)
 COEFFICIENTS = CoefficientControl(CONFIG).at(0)
@@ -140,7 +141,7 @@ def test_the_timer_reports_phases_and_tokens_per_second() -> None:
 
 
 def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
-    actual = experience_metrics(EXPERIENCE, PPOConfig())
+    actual = read_experience(EXPERIENCE, PPOConfig(), {}).metrics
     assert actual.pop("advantage_std") == 0.25
     assert actual == pytest.approx(
         {
@@ -155,7 +156,9 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
         }
     )
     without = replace(EXPERIENCE, ref_logprobs=None)
-    assert "kl" not in experience_metrics(without, PPOConfig())
+    assert read_experience(EXPERIENCE, PPOConfig(), {}).response_kl == KL
+    assert read_experience(without, PPOConfig(), {}).response_kl is None
+    assert "kl" not in read_experience(without, PPOConfig(), {}).metrics
 
 
 def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:
@@ -165,16 +168,22 @@ def test_explained_variance_is_1_if_perfect_and_0_if_constant() -> None:
     assert explained_variance(returns, -returns).item() < 0
 
 
+def defined(experience: Experience) -> dict[str, float]:
+    """Return the metrics of the critic that are defined."""
+    metrics = read_experience(experience, PPOConfig(), {}).metrics
+    return {name: x for name, x in metrics.items() if name in OF_CRITIC}
+
+
 def test_returns_equal_up_to_rounding_have_no_critic_metrics() -> None:
     rounding = 1e-6 * torch.tensor([1.0, -1.0, 1.0, -1.0])
-    assert critic_metrics(replace(EXPERIENCE, monte_carlo_returns=1 + rounding)) == {}
-    values = critic_metrics(replace(EXPERIENCE, old_values=1 + rounding))
+    assert defined(replace(EXPERIENCE, monte_carlo_returns=1 + rounding)) == {}
+    values = defined(replace(EXPERIENCE, old_values=1 + rounding))
     assert values.keys() == {"explained_variance", "advantage_correlation"}
 
 
 def test_equal_values_have_no_calibration() -> None:
     constant = replace(EXPERIENCE, old_values=torch.zeros(4), advantages=-EXPERIENCE.returns)
-    actual = critic_metrics(constant)
+    actual = defined(constant)
     assert actual == pytest.approx({"explained_variance": 0.0, "advantage_correlation": -1.0})
 
 
@@ -246,7 +255,7 @@ def test_sample_records_hold_scores_and_metadata() -> None:
     }
     assert (second["kl"], second["finish_reason"]) == (pytest.approx(KL[1]), "length")
     assert sample_records(responses, EXPERIENCE, [" a"]) == [first]
-    without = replace(EXPERIENCE, ref_logprobs=None)
+    without = replace(EXPERIENCE, response_kl=None)
     assert sample_records(responses, without, [" a"])[0]["kl"] is None
 
 

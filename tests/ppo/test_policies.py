@@ -13,8 +13,10 @@ from torch import nn
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.policies import importance, mismatch, read_old_policy, read_reference
+from fastppo.ppo.rows import Rows
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -32,9 +34,12 @@ def _read(
     trainer: PPOTrainer, rollout: Rollout, batch: Batch
 ) -> tuple[Experience, dict[str, float]]:
     """Return the experience with the old policy's statistics, and the metrics of the mismatch."""
-    experience = Experience.of_rollout(batch, rollout, Scores(torch.zeros(len(batch))), masks=False)
+    experience = Experience.of_rows(
+        batch, Rows([], rollout), Scores(torch.zeros(len(batch))), masks=False
+    )
     plan = split(batch, trainer.config.limits())
-    return read_old_policy(experience, rollout, plan, trainer.config, parts=trainer.parts)
+    old, metrics = read_old_policy(experience, rollout, plan, trainer.config, parts=trainer.parts)
+    return old, {name: x.item() for name, x in metrics.items()}
 
 
 def _passes(trainer: PPOTrainer) -> list[int]:
@@ -214,14 +219,14 @@ def test_importance_weights_are_bounded(options, wanted, beyond) -> None:
     )
     w = torch.tensor(wanted, dtype=torch.float32)
     torch.testing.assert_close(weights, w)
-    assert metrics["mismatch/beyond_bounds"] == pytest.approx(beyond)
+    assert metrics["mismatch/beyond_bounds"].item() == pytest.approx(beyond)
     size = (w.sum() ** 2 / (5 * (w**2).sum())).nan_to_num().item()
-    assert metrics["mismatch/effective_sample_size"] == pytest.approx(size)
+    assert metrics["mismatch/effective_sample_size"].item() == pytest.approx(size)
 
 
 def test_mismatch_metrics_are_per_token() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
-    metrics = mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3]))
+    metrics = to_floats(mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3])))
     assert metrics["mismatch/mean"] == pytest.approx(0.55 / 4)
     assert metrics["mismatch/worst"] == pytest.approx(0.3)
     assert metrics["mismatch/outside"] == pytest.approx(0.5)

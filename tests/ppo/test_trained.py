@@ -12,16 +12,19 @@ from fastppo.ppo.estimators import what_to_train
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trained import Trained
 
-SIGNAL = torch.tensor([1.0, 0.0, -1.0])
-NO_SIGNAL = torch.zeros(3)
+SIGNAL = True
+NO_SIGNAL = False
 SOME = torch.tensor([True, False])
 ALL = torch.tensor([True, True])
 WARM_UP = {"value_warmup_iterations": 2}
 KL = {"kl_loss_coef": 0.1}
+ENTROPY = {"entropy_coef": 0.5}
+TEXT = {"ptx_coef": 1.0, "ptx_data": "text.jsonl"}
+OBJECTIVE = {"objective": "mine.py:objective"}
 
 
 @pytest.mark.parametrize(
-    ("advantages", "masked", "options", "wanted"),
+    ("has_signal", "masked", "options", "wanted"),
     [
         (SIGNAL, None, {}, Trained(policy=True, value=True, has_signal=True)),
         (SIGNAL, SOME, {}, Trained(policy=True, value=True, has_signal=True)),
@@ -30,6 +33,9 @@ KL = {"kl_loss_coef": 0.1}
         (NO_SIGNAL, None, {}, Trained(policy=False, value=True, has_signal=False)),
         (NO_SIGNAL, None, KL, Trained(policy=True, value=True, has_signal=False)),
         (NO_SIGNAL, None, WARM_UP | KL, Trained(policy=False, value=True, has_signal=False)),
+        (NO_SIGNAL, None, ENTROPY, Trained(policy=True, value=True, has_signal=False)),
+        (NO_SIGNAL, None, TEXT, Trained(policy=True, value=True, has_signal=False)),
+        (NO_SIGNAL, None, OBJECTIVE, Trained(policy=True, value=True, has_signal=False)),
         (NO_SIGNAL, ALL, {}, Trained(policy=False, value=False, has_signal=False)),
         (NO_SIGNAL, ALL, KL, Trained(policy=True, value=False, has_signal=False)),
     ],
@@ -41,16 +47,19 @@ KL = {"kl_loss_coef": 0.1}
         "no signal",
         "no signal, KL in the loss",
         "no signal, warm-up, KL in the loss",
+        "no signal, entropy bonus",
+        "no signal, pretraining text",
+        "no signal, user's objective",
         "all masked",
         "all masked, KL in the loss",
     ],
 )
 def test_what_an_iteration_trains(
-    advantages: torch.Tensor, masked: torch.Tensor | None, options: dict[str, Any], wanted: Trained
+    has_signal: bool, masked: torch.Tensor | None, options: dict[str, Any], wanted: Trained
 ) -> None:
     config = PPOConfig(**options)
     coefficients = CoefficientControl(config).at(1)
-    trained = what_to_train(advantages, masked, config, coefficients)
+    trained = what_to_train(has_signal, masked, config, coefficients)
     assert trained == wanted
     assert trained.by_reward == (wanted.policy and wanted.has_signal)
 

@@ -43,7 +43,7 @@ def test_the_run_directory_has_its_records(tmp_path: Path) -> None:
     assert list((run / "tensorboard").iterdir())
     assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000002"]
-    with pytest.raises(ValueError, match=r"holds a run already: resume it with `resume: true`"):
+    with pytest.raises(ValueError, match=r"--resume true.*--output_dir \S*-2.*fastppo report"):
         make_trainer(tmp_path, iterations=1).train()
 
 

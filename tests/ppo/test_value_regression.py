@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastppo.data.world import World
+from fastppo.ppo.metrics import to_floats
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.ppo.value_head import ClosedFormHead
 from fastppo.ppo.value_regression import (
@@ -36,6 +37,11 @@ def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Ten
     return torch.linalg.lstsq(torch.cat([rows, shrinking]), target[:, None]).solution[:, 0]
 
 
+def fit(regression: ValueRegression, head: nn.Linear) -> None:
+    """Fit a head to the tokens added so far."""
+    regression.end_fit(head, to_floats(regression.begin_fit(World())))
+
+
 def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueRegression]:
     """Return the head and the regression after `times` updates on the same tokens."""
     head = nn.Linear(x.shape[1], 1)
@@ -44,7 +50,7 @@ def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueReg
     for _ in range(times):
         regression.begin_batch()
         regression.add(x, y, torch.ones(len(y)).bool())
-        regression.fit(head, World())
+        fit(regression, head)
     return head, regression
 
 
@@ -157,7 +163,7 @@ def test_the_ridge_is_chosen_by_prediction() -> None:
             regression.begin_batch()
             returns = y if name == "noise" else x @ torch.ones(60)
             regression.add(x, returns, torch.ones(80).bool())
-            regression.fit(nn.Linear(60, 1).requires_grad_(False), World())
+            fit(regression, nn.Linear(60, 1).requires_grad_(False))
         chosen[name] = RIDGES[regression.best]
     assert chosen == {"noise": RIDGES[-1], "exact": RIDGES[0]}
 
@@ -230,6 +236,13 @@ def test_an_indefinite_covariance_gets_a_larger_ridge() -> None:
     moments[2, 2] = 10.0  # tokens, whose states and returns have the mean 0
     wanted = torch.linalg.solve(covariance + 1e-2 * torch.eye(2, dtype=torch.float64), products)
     torch.testing.assert_close(ridge_head(moments, 1e-4)[:2], wanted)
+    # A fit notices it after the host has read all its numbers.
+    regression = ValueRegression()
+    regression.batch = moments.clone()
+    fit(regression, nn.Linear(2, 1).requires_grad_(False))
+    assert regression.heads is not None
+    for head, ridge in zip(regression.heads, RIDGES, strict=True):
+        torch.testing.assert_close(head, ridge_head(moments, ridge), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -239,7 +252,7 @@ def test_a_nonfinite_batch_is_ignored(bad: float) -> None:
     before = head.weight.clone(), regression.tensors()["moments"].clone()
     regression.begin_batch()
     regression.add(states * bad, states.sum(1), torch.ones(40).bool())
-    regression.fit(head, World())
+    fit(regression, head)
     assert torch.equal(head.weight, before[0])
     assert torch.equal(regression.tensors()["moments"], before[1])
 

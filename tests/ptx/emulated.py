@@ -50,6 +50,7 @@ from fastppo_kernels.records import (
     Trajectory,
     map_tensors,
 )
+from fastppo_kernels.triton import draw as triton_draw
 from fastppo_kernels.triton import scale as triton_scale
 from fastppo_kernels.triton import views as triton_views
 from fastppo_kernels.triton import whitening as triton_whitening
@@ -69,6 +70,8 @@ from torch import Tensor
 from trajectories import assert_close, bounds, padded
 from trajectories import in_fp64 as record_in_fp64
 from trajectories import packed as in_a_row
+
+from fastppo.rollout import draw as sampling
 
 GROUPS = ("loss", "statistics", "scans", "linear", "others")
 
@@ -586,6 +589,24 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
         assert_close(results.found["white"], want, 1e-5)
 
 
+def draw_case(vocabulary: int, options: dict[str, Any], emulation: Emulation) -> None:
+    scores = 2 * torch.randn(3, vocabulary)
+    scores[1] -= 1000
+    scores[2, vocabulary // 2] += 100
+    uniforms = torch.rand(3, dtype=torch.float64) if options["sampled"] else None
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        here = None if uniforms is None else like(uniforms)
+        tokens, logprobs = triton_draw.draw(like(scores), here)
+        return {"tokens": tokens, "logprobs": logprobs}
+
+    want = sampling.draw(scores, uniforms)
+    for results in emulation.results(launch):
+        assert torch.equal(results.found["tokens"], want.tokens)
+        # Exponentials and the logarithm of at most log V are the hardware's, in fp32.
+        assert_close(results.found["logprobs"], want.logprobs, 1e-5)
+
+
 # ---------------------------------------------------------------------------------- the lm-head
 
 HEADS = tuple(
@@ -733,6 +754,9 @@ def cases(group: str) -> Iterator[Case]:
             for shift in (False, True)
         }
         yield from crossed(whiten_case, sizes, ways)
+        vocabularies = {f"V = {n}": n for n in (9000, 4099, 3)}
+        kinds = {f"draw, sampled={sampled}": {"sampled": sampled} for sampled in (True, False)}
+        yield from crossed(draw_case, vocabularies, kinds)
 
 
 def main(arguments: list[str] | None = None) -> int:

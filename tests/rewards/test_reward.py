@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fastppo.data.prompts import Prompts
+from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import (
     RewardError,
     RewardTerm,
@@ -194,3 +195,12 @@ def test_none_is_a_reward_that_does_not_apply() -> None:
     assert scored.mean == 3.0
     again = score(RewardTerm("calls", lambda *_: scored), Samples(PROMPTS, COMPLETIONS))
     assert again.or_none == scored.or_none
+
+
+def test_a_reward_that_reads_messages_is_told_that_completions_are_strings() -> None:
+    def of_messages(prompts, completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    (term,) = make_terms([of_messages])
+    with pytest.raises(RewardError, match="strings"):
+        score(term, Samples(["p"], ["a completion"]))

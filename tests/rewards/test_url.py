@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -166,3 +167,20 @@ def test_the_token_is_sent_over_https_only(server: Server, monkeypatch) -> None:
     URLReward(server.url)(PROMPTS, COMPLETIONS)
     assert "Authorization" not in server.requests[0][0]
     assert URLReward("https://judge.example/x")._headers["Authorization"] == "Bearer secret"
+
+
+def test_a_connection_is_tried_with_a_time_limit(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    URLReward(server.url).connect()  # the server does not know HEAD, which is an answer too
+    assert server.requests == []
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/judge?key=secret"
+        monkeypatch.setattr(url, "CONNECTION_TIMEOUT", 0.05)
+        with pytest.raises(RequestError, match=r"0\.05 s"):
+            URLReward(address).connect()
+    with pytest.raises(RequestError, match="judge does not answer") as caught:
+        URLReward(address).connect()
+    assert "secret" not in str(caught.value)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from environments import Calculator
 from torch import Tensor
 
 from fastppo.ppo.experience import Experience
@@ -179,8 +178,3 @@ def test_an_evaluation_uses_the_current_policy(tmp_path: Path) -> None:
     seen = Seen([[4, 5]] * 16, last, None, None)  # type: ignore[arg-type]
     expected = _logprobs(trainer.model.causal_lm, seen)
     torch.testing.assert_close(torch.cat(last.sampler_logprobs), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_an_environment_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="environment"):
-        make_trainer(tmp_path, async_steps=1, environment=Calculator)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import hybrids
 import pytest
 import tiny
 import torch
+import waits
 from torch import nn
 
 from fastppo.data.batch import Batch
@@ -110,6 +112,20 @@ def test_logprobs_and_values_are_the_learners(architecture: str, options) -> Non
     assert (gap >= -1e-6).all()
 
 
+@pytest.mark.parametrize("name", sorted({*hybrids.OPTIONS} - {"rwkv"}))
+def test_recurrent_states_leave_with_their_rows_and_never_see_padding(name: str) -> None:
+    """Prompts are ragged and some occur twice, and rows end at different steps."""
+    policy = ActorCritic(tiny.model_of(hybrids.config(name)))
+    prompts = [*PROMPTS, PROMPTS[0], PROMPTS[2]]
+    rollout = _draw(policy, prompts=prompts)
+    assert len({*rollout.lengths}) > 2
+    wanted = policy.evaluate(Batch.of(prompts, rollout.tokens))
+    # Scans in chunks begin a chunk at another token when prompts are padded.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, **close)
+    torch.testing.assert_close(torch.cat(rollout.values), wanted.values, **close)
+
+
 def test_a_critic_gives_no_values() -> None:
     causal_lm = tiny.model()
     critic = critic_of_policy(causal_lm)
@@ -206,3 +222,88 @@ def test_a_prompt_of_several_rows_is_read_once(architecture: str) -> None:
             atol=1e-5,
         )
     torch.testing.assert_close(together.final_values, alone.final_values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[5, 9, 4], [7, 3, 8]]], ids=["ragged", "equal"])
+def test_looking_at_tokens_less_often_changes_no_token(prompts: list[list[int]]) -> None:
+    policy = make_policy()
+    tokenizer = tiny.tokenizer()
+    strings = {"stop_strings": ("w9",), "tokenizer": tokenizer}
+    for options in ({}, {"top_k": 4}, strings):
+        wanted = _draw(policy, prompts=prompts, **options)
+        engine = DecoderEngine(policy, final_values=True, tokenizer=options.get("tokenizer"))
+        engine.look = 8
+        sampling = {key: value for key, value in options.items() if key != "tokenizer"}
+        torch.manual_seed(0)
+        actual = engine.generate(prompts, _sampling(**sampling))
+        assert actual.tokens == wanted.tokens
+        assert actual.finish_reasons == wanted.finish_reasons
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(torch.cat(actual.logprobs), torch.cat(wanted.logprobs), **close)
+        torch.testing.assert_close(actual.final_values, wanted.final_values, **close)
+
+
+def test_no_step_reads_a_value_of_the_device_but_its_tokens() -> None:
+    """A call reads a few values at its beginning and end, however many tokens it draws."""
+    engine = DecoderEngine(make_policy(), final_values=True)
+    engine.look = 8
+    reads = []
+    for tokens in (8, 24):
+        with waits.counted() as seen:
+            engine.generate(PROMPTS, _sampling(max_new_tokens=tokens, stop_token_ids=()))
+        reads.append(seen)
+    assert reads[0] == reads[1]
+
+
+TURNS = 8
+
+
+def _conversations(engine: DecoderEngine, first: list[list[int]]) -> tuple[list[Rollout], int]:
+    """Return the rollouts of each turn, and the prompt tokens that the trunk computed."""
+    computed = []
+    handle = engine.policy.causal_lm.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: computed.append(keywords["input_ids"]), with_kwargs=True
+    )
+    conversations, rollouts = first, []
+    for turn in range(TURNS):
+        # Some turns end at once, some conversations end, and one forgets its last tokens.
+        sampling = Sampling(4, stop_token_ids=(1, 2, 3, 4), seed=turn)
+        rollouts.append(engine.generate(conversations, sampling))
+        conversations = [
+            [*conversation, *response, 10 + turn]
+            for conversation, response in zip(conversations, rollouts[-1].tokens, strict=True)
+        ]
+        if turn == 4:
+            conversations = [conversations[1], conversations[0][:-4]]
+    handle.remove()
+    return rollouts, sum(ids.numel() for ids in computed if ids.shape[1] > 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
+def test_the_cache_of_earlier_turns_saves_tokens_and_changes_none(architecture: str) -> None:
+    policy = make_policy(architecture)
+    first = [[5, 9, 4], [7], [8, 3, 6, 12, 20]]
+    plain, computed = _conversations(DecoderEngine(policy), first)
+    engine = DecoderEngine(policy)
+    with engine.conversations():
+        kept, computed_with_cache = _conversations(engine, first)
+    assert engine.kept is None, "the entries are released"
+    for ours, theirs in zip(kept, plain, strict=True):
+        assert ours.tokens == theirs.tokens
+        # The products of a prompt and of its last tokens are rounded differently.
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(torch.cat(ours.logprobs), torch.cat(theirs.logprobs), **close)
+    if architecture == "gemma3":  # a sliding window cannot go back to an earlier token
+        assert computed_with_cache == computed
+    else:
+        assert computed_with_cache < computed / 3
+
+
+def test_kept_entries_take_no_more_than_the_largest_cache() -> None:
+    engine = DecoderEngine(make_policy())
+    with engine.conversations():
+        for row in range(4):  # conversations that have nothing in common
+            engine.generate([[5 + row, 9, 4, 8]], Sampling(4, seed=row))
+        kept = [prefix.tokens for prefix in engine.kept._by_age]
+    assert len(kept) == 1
+    assert kept[0][:4] == (8, 9, 4, 8)

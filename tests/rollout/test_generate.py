@@ -76,6 +76,25 @@ def test_the_static_cache_gives_the_same_tokens(architecture: str) -> None:
     torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("weights", "cache"), [(torch.float32, None), (torch.bfloat16, "static")])
+def test_the_static_cache_is_for_weights_in_the_dtype_of_the_products(
+    weights: torch.dtype, cache: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under autocast of fp32 weights, a static layer of transformers 5.16 to 5.23 fails."""
+    causal_lm = tiny.model().to(weights)
+    engine = GenerateEngine(causal_lm, 0, static_cache=True, compute_dtype=torch.bfloat16)
+    caches = []
+    generate = causal_lm.generate
+
+    def watched(**inputs: object) -> torch.Tensor:
+        caches.append(causal_lm.generation_config.cache_implementation)
+        return generate(**inputs)
+
+    monkeypatch.setattr(causal_lm, "generate", watched)
+    engine.generate(PROMPTS, Sampling(max_new_tokens=3))
+    assert caches == [cache]
+
+
 def test_full_logits_are_not_kept_during_generation() -> None:
     """TRL kept [B, T, V] logits."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -191,6 +191,21 @@ def test_an_option_that_vllm_does_not_have_is_refused(listener: Listener) -> Non
         listening_engine(max_num_seq=2)
 
 
+def test_options_of_vllm_reach_it_unchanged(listener: Listener) -> None:
+    """Those of docs/servers.md."""
+    options = {
+        "quantization": "fp8",
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+        },
+    }
+    config = PPOConfig(model="policy", rollout="vllm", engine_options=options)
+    listening_engine(**config.engine_keywords)
+    assert listener.options.items() >= options.items()
+
+
 def test_tensor_parallelism_in_one_process_is_refused(listener: Listener) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2"):
         listening_engine(tensor_parallel_size=2)

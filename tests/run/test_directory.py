@@ -52,5 +52,5 @@ def test_a_directory_is_free_until_a_run_leaves_records_or_a_checkpoint(tmp_path
     assert holds_run(tmp_path)
     (tmp_path / "checkpoint-000001").rmdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="resume: true"):
+    with pytest.raises(ValueError, match="--resume true"):
         check_no_run(tmp_path)

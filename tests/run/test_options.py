@@ -149,13 +149,13 @@ def test_a_wrong_file_raises(text: str, named: str, tmp_path) -> None:
 
 
 def test_an_unknown_option_raises_with_our_name_or_the_nearest(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("leraning_rate: 1\nbeta: 0.1\nlogging_steps: 5")
+    (tmp_path / "run.yaml").write_text("leraning_rate: 1\nbeta: 0.1\nvespo_k_pos: 5")
     with pytest.raises(ValueError, match="learning_rate") as error:
         read_yaml(tmp_path / "run.yaml", PPOConfig)
     misspelt, of_trl, unknown = str(error.value).splitlines()
     assert re.search(r"run\.yaml: .*'leraning_rate'.* learning_rate\b", misspelt)
     assert re.search(r"run\.yaml: .*'beta'.* kl_loss_coef .*kl_coef\b", of_trl)
-    assert re.search(r"run\.yaml: .*'logging_steps'$", unknown)
+    assert re.search(r"run\.yaml: .*'vespo_k_pos'$", unknown)
     with pytest.raises(TypeError, match=r"'cliprange'.* clip_ratio"):
         PPOConfig(cliprange=0.2)
     with pytest.raises(TypeError, match=r"'num_train_epochs'.* epochs"):

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
-from fastppo.run.progress import PACKAGE_LOGGER, only_warnings, show_messages
+from fastppo.activity import begin_count, count, during
+from fastppo.run.progress import (
+    LINE_SECONDS,
+    PACKAGE_LOGGER,
+    PHASE_SECONDS,
+    only_warnings,
+    progress,
+    show_messages,
+)
 
 YELLOW = "\x1b[33m"
 
@@ -65,3 +74,34 @@ def test_a_dry_run_shows_warnings_alone() -> None:
         logger.warning("a warning")
     logger.info("shown again")
     assert _shown(console) == "a warning\nshown again\n"
+
+
+def test_a_long_phase_is_printed_in_a_log_file() -> None:
+    """A thread looks once a second, so the clock is far ahead, and the test waits for the line."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80, get_time=lambda: now[0])
+    with progress("PPO", console, total=40) as show:
+        show(completed=1, status="reward 0.5")
+        now[0] += LINE_SECONDS
+        with during("generating"):
+            begin_count(64)
+            count(41)
+            now[0] += PHASE_SECONDS + 0.25
+            deadline = time.monotonic() + 60
+            while "generating" not in _shown(console) and time.monotonic() < deadline:
+                time.sleep(0.01)
+    first, phase = _shown(console).splitlines()
+    assert first.startswith("PPO 1/40  reward 0.5  0 s")
+    assert phase == "PPO 2/40  generating, 41 of 64 done, 30 s"
+
+
+def test_a_terminal_shows_the_phase_below_the_bar() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, get_time=lambda: now[0])
+    with progress("PPO", console, total=40), during("scoring"):
+        now[0] += 5
+    assert "scoring" not in _shown(console)
+    with progress("PPO", console, total=40) as show, during("scoring"):
+        now[0] += 5
+        show(completed=1, status="", refresh=True)
+        assert "scoring, 5 s" in _shown(console)

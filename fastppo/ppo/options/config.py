@@ -20,7 +20,7 @@ from fastppo.ppo.options.data import (
     PromptOptions,
 )
 from fastppo.ppo.options.models import PolicyOptions, ReferenceOptions, ValueOptions
-from fastppo.ppo.options.rewards import RewardOptions, TurnOptions
+from fastppo.ppo.options.rewards import FailureOptions, RewardOptions, TurnOptions
 from fastppo.ppo.options.rollout import RolloutOptions, check_stop_strings
 from fastppo.ppo.options.run import RunOptions, WatchOptions
 from fastppo.ppo.options.update import (
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 BY_RATIO = "_by_ratio"
 """Suffix of the ratio-weighted KL estimators."""
 
-ASYNC_NEEDS_ONE_TURN = "async_steps=1 generates single-turn responses, so environment must be none"
-
 FUNCTIONS = ("rollout", "objective", "advantage", "optimizer")
 """Options that name a built-in or a user-defined function."""
 
@@ -68,6 +66,7 @@ class PPOConfig(
     RewardOptions,
     RolloutOptions,
     TurnOptions,
+    FailureOptions,
     UpdateOptions,
     KLOptions,
     AdvantageOptions,
@@ -381,7 +380,16 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             "one, so it needs rollout=decoder or server, and neither solved_reward nor "
             "dynamic_sampling",
         ),
-        (config.async_steps and config.environment, ASYNC_NEEDS_ONE_TURN),
+        (
+            config.async_steps and config.environment_failure == "drop",
+            "async_steps=1 trains on the prompts that it ran ahead, so environment_failure must be "
+            "raise",
+        ),
+        (
+            config.environment_failure == "drop" and config.is_set("solved_reward"),
+            "environment_failure=drop leaves out episodes, whose prompts solved_reward would have "
+            "to count: use one of them",
+        ),
         (config.is_used("ptx_coef") and not config.ptx_data, "ptx_coef > 0 needs ptx_data"),
         (
             not best or (best.startswith("eval/") and not config.eval_prompts),

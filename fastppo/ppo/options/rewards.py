@@ -57,6 +57,19 @@ class RewardOptions(Options):
 
 
 @dataclass(kw_only=True, frozen=True)
+class FailureOptions(Options):
+    """Failed episodes."""
+
+    environment_failure: Literal["raise", "drop"] = option(
+        "raise",
+        "What to do if an environment, an agent or a tool with stop_on raises: raise ends the run, "
+        "drop leaves out the episode and counts it, and ends the run if more than a tenth fail in "
+        "three batches",
+        needs="environment",
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
 class TurnOptions(Options):
     """Turns."""
 

@@ -44,7 +44,7 @@ class RunOptions(Options):
     seed: int = option(
         0, "Seed of sampling, shuffling and initialization", minimum=0, maximum=2**32 - 1
     )
-    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    device: str = option("auto", "auto (a CUDA GPU if there is one), cpu, cuda, cuda:1, …, mps")
     checkpoint_interval: int = option(
         50, "Number of iterations between checkpoints; 0 writes one at the end only", minimum=0
     )

@@ -49,7 +49,7 @@ from fastppo.data.text import block_tokens
 from fastppo.models import quantized
 from fastppo.models.cache import GROWTH, GrowingCache
 from fastppo.models.sharding import HALVES
-from fastppo.models.trunk import hidden_states, last_states, layers_of
+from fastppo.models.trunk import hidden_states, last_states, layers_of, trunk_of
 from fastppo.plugins.loading import FUNCTION
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.options.engines import ENGINES
@@ -181,6 +181,9 @@ class Process:
         self.dtype = self.policy.compute_dtype or loader.dtype
         reference = make_reference(self.policy, None, run.config, loader)
         self.reference = None if reference is None else reference.frozen
+        # Copies of the policy share its vision tower.
+        self.shared_with_reference = shared_bytes(self.policy.causal_lm, self.reference)
+        self.shared_with_critic = shared_bytes(self.policy.causal_lm, self.policy.value_function)
         self.reward_models: list[nn.Module] = []
         loader.dtype = torch.float32
         terms = (*run.config.rewards, *run.config.monitor_rewards, *run.config.reward_ensemble)
@@ -226,7 +229,7 @@ class Process:
             cache = GrowingCache(self.policy.config, self.policy.compute_dtype)
             ids = torch.zeros(rows, run.prompt_tokens, dtype=torch.int64)
             positions = torch.arange(run.prompt_tokens).expand(rows, -1)
-            trunk = self.policy.causal_lm.base_model
+            trunk = trunk_of(self.policy.causal_lm)
             last_states(trunk, ids, attention_mask=None, position_ids=positions, cache=cache)
             at_prompts = reserved_bytes(cache)
             casts = self.live.bytes - before - at_prompts  # of weights, for the whole rollout
@@ -301,7 +304,7 @@ class Process:
         ids = torch.zeros(self.rows_of_text(), block_tokens(self.run.context), dtype=torch.int64)
         before = self.live.bytes
         with self.policy.autocast():
-            text = hidden_states(self.policy.causal_lm.base_model, ids).flatten(0, 1)
+            text = hidden_states(trunk_of(self.policy.causal_lm), ids).flatten(0, 1)
             return self.live.bytes - before, self.loss_bytes(text, buffers=2)
 
     def rows_of_text(self) -> int:
@@ -409,12 +412,14 @@ class Process:
                 size = bytes_of([matrix.weight])
                 policy += quantized.bytes_of(matrix.weight.numel()) - size
                 dequantized = max(dequantized, size)
-        reference = 0 if self.reference is None else held(self.reference)
-        value_function = held(self.policy.value_function) // shards
+        reference = 0
+        if self.reference is not None:
+            reference = held(self.reference) - self.shared_with_reference
+        value_function = held(self.policy.value_function) - self.shared_with_critic
         return {
             "policy weights": policy // shards,
             "dequantized": dequantized,
-            "value function": value_function + self.regression_bytes,
+            "value function": value_function // shards + self.regression_bytes,
             "reference": reference // shards,
             "reward models": sum(map(held, self.reward_models)),
         }
@@ -433,7 +438,7 @@ class Process:
     def gathered(self) -> int:
         """Return the bytes of the lm-head and the two largest layers, with their gradients."""
         model = self.policy.causal_lm
-        layers = [bytes_with_gradients(layer) for layer in layers_of(model.base_model)]
+        layers = [bytes_with_gradients(layer) for layer in layers_of(trunk_of(model))]
         return bytes_with_gradients(model.get_output_embeddings()) + sum(sorted(layers)[-2:])
 
 
@@ -454,6 +459,14 @@ def cache_bytes(cache: Any, rows: int, tokens: int) -> int:
                 of_token = states.shape[1] * states.shape[3] * states.itemsize
                 size += rows * kept * of_token
     return size
+
+
+def shared_bytes(policy: nn.Module, model: nn.Module | None) -> int:
+    """Return the bytes of a model's weights that are also the policy's."""
+    if model is None:
+        return 0
+    weights = {id(p) for p in policy.parameters()}
+    return bytes_of(p for p in model.parameters() if id(p) in weights)
 
 
 def bytes_with_gradients(model: nn.Module) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,8 +119,12 @@ def unit_of(plan: Plan) -> tuple[str, float]:
     return ("MB", 1e6) if plan.peak.total < GB / 10 else ("GB", GB)
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print a table of parts and phases, and whether the run fits."""
+def show(plan: Plan, console: Console, changes: Sequence[str] = ()) -> None:
+    """Print a table of parts and phases, whether the run fits, and what would help.
+
+    Args:
+        changes: from `fastppo.ppo.plan.changes`, if it does not fit.
+    """
     unit, size_of_unit = unit_of(plan)
     table = Table(title=f"{unit} at the peak of each phase", title_justify="left")
     table.add_column("part")
@@ -133,5 +138,8 @@ def show(plan: Plan, console: Console) -> None:
     table.add_section()
     table.add_row("total", *(f"{phase.total / size_of_unit:.3f}" for phase in plan.phases))
     console.print(table)
-    for sentence in (plan.summary, *plan.notes):
+    say(console, plan.summary)
+    for sentence in changes:
+        say(console, f"  {sentence}")
+    for sentence in plan.notes:
         say(console, sentence)

@@ -8,26 +8,20 @@ from torch import Tensor
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
 from fastppo.models.device import busy_cpu
-from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.ppo.parts import Parts
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
+from fastppo.rollout.agreement import rounding_tolerance
 from fastppo.run.options import unused
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
 """Tokens of each response, enough to reveal a wrong position or cache."""
-
-FULL_TOLERANCE = 1e-3
-"""Nats, with fp32 products: a rounding error of 2⁻²³ per step, summed over the layers."""
-LEAST_TOLERANCE = 0.1
-"""Nats, in bf16 with small logits: rounding errors of the layers below the head."""
-LOGIT_STEPS = 4 * 2**-8
-"""Share of the largest logit, in bf16. A logit is rounded to 2⁻⁹ of itself, and its hidden state
-several times before. Logits of 16 to 32 are an eighth apart."""
 
 
 def check_can_train(ppo: PPO) -> None:
@@ -58,10 +52,9 @@ def self_check(ppo: PPO) -> None:
         fresh_reference is not None and fresh_reference.is_given
     ):
         fresh_reference = None
-    assert ppo.parts.prompts is not None
     with explain_out_of_memory("the self-check", ppo.config):
         check_on_policy(
-            ppo.parts.prompts,
+            few_prompts(ppo.parts),
             ppo.config,
             model=ppo.model,
             engine=ppo.engine,
@@ -71,6 +64,12 @@ def self_check(ppo: PPO) -> None:
     warnings = [*unused(ppo.config, ppo.parts.passed), *odd_options(ppo.config)]
     for sentence in [*warnings, *busy_cpu(ppo.parts.device)]:
         ppo.reporter.say(sentence, "yellow")
+
+
+def few_prompts(parts: Parts) -> Prompts:
+    """Return a few prompts, with the output of the vision tower for their images."""
+    assert parts.prompts is not None
+    return parts.images(parts.prompts.select(range(min(CHECKED_PROMPTS, len(parts.prompts)))))
 
 
 def check_on_policy(
@@ -90,12 +89,19 @@ def check_on_policy(
         fresh_reference: reference with the weights of the policy; None skips its check.
 
     Raises:
-        RuntimeError: names the check that fails, and by how much.
+        RuntimeError: names the check that fails, and by how much, or why nothing was generated.
     """
-    few = prompts.select(range(min(CHECKED_PROMPTS, len(prompts))))
-    with random_state_restored():
-        rollout = engine.generate(few.token_ids, sampling.shortened(CHECKED_TOKENS))
-    batch = Batch.of(few.token_ids, rollout.tokens, model.device)
+    try:
+        with random_state_restored():
+            rollout = engine.generate(prompts.token_ids, sampling.shortened(CHECKED_TOKENS))
+    except (RolloutError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model may fail in any way with a cache
+        raise RuntimeError(
+            f"self-check: {type(engine).__name__} cannot generate with "
+            f"{type(model.causal_lm).__name__}: {type(error).__name__}: {error}"
+        ) from error
+    batch = Batch.of(prompts.token_ids, rollout.tokens, model.device)
     logprobs = model.evaluate(batch, **config.softmax).logprobs
     tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)
     # Sampler and learner pad differently, so they agree only up to rounding errors.
@@ -117,17 +123,6 @@ def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
             "generate must fill Rollout.sampler_logprobs"
         )
     return sampled
-
-
-@torch.no_grad()
-def rounding_tolerance(model: LanguageModel, batch: Batch) -> float:
-    """Return how far two computations of a batch's logprobs may differ, nats at temperature 1."""
-    if model.is_full_precision:
-        return FULL_TOLERANCE
-    with model.autocast():
-        logits = model.head.logits(model.hidden(batch.layout())).abs()
-    largest = logits[logits.isfinite()].amax().item() if logits.numel() else 0.0
-    return max(LEAST_TOLERANCE, LOGIT_STEPS * largest)
 
 
 def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:

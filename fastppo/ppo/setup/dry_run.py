@@ -1,9 +1,12 @@
-"""Try the user's functions before a run, so that a broken one fails within seconds."""
+"""Try the user's functions before a run, so that a broken one fails within seconds.
+
+Reward servers are connected to, and get no completion to score.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any
 
 from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
-from fastppo.environments.turns import POLICY, Turns, as_turns
+from fastppo.environments.episodes import POLICY, as_turns
+from fastppo.environments.turns import Turns
 from fastppo.plugins.calling import CallOptions
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.reward import EXPECTED, RewardError, RewardTerm, Samples, score
+from fastppo.rewards.url import RequestError, URLReward
 from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
 from fastppo.run.progress import only_warnings
 
@@ -61,8 +67,14 @@ def dry_run(
         maker: an `EnvironmentMaker`; None if no environment is to be tried.
 
     Raises:
-        RewardError: a reward or the environment raised, or returned something invalid.
+        RewardError: a reward or the environment raised, or returned something invalid, or a reward
+            server does not answer.
     """
+    for server in _servers(rewards):
+        try:
+            server.connect()
+        except RequestError as error:
+            raise RewardError(f"reward {server.__name__!r}: {error}") from error
     first = prompts.select([0])
     samples = Samples(first.prompts, [MADE_UP], first.columns, [[0]])
     calls = CallOptions(config.reward_timeout)
@@ -85,6 +97,15 @@ def dry_run(
         when = "it was tried with a made-up response, before the models are loaded"
         raise RewardError(f"{error}; {when}: expected {expected}") from error.__cause__
     return _first_turn(first, rollout, tokenizer)
+
+
+def _servers(rewards: Sequence[RewardTerm]) -> Iterator[URLReward]:
+    """Yield the reward servers, those in an ensemble included."""
+    for term in rewards:
+        if isinstance(term.function, URLReward):
+            yield term.function
+        elif isinstance(term.function, RewardEnsemble):
+            yield from _servers(term.function.terms)
 
 
 def _first_turn(prompts: Prompts, rollout: Rollout, tokenizer: Any) -> FirstTurn:

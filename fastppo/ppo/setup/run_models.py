@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from fastppo.models import quantized
 from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
+from fastppo.models.head import lm_head_of
+from fastppo.models.multimodal import freeze, language_trunk, not_quantized
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     is_sequence_classifier,
@@ -21,7 +23,7 @@ from fastppo.models.pretrained import (
     model_config,
 )
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.trunk import checkpoint_activations
+from fastppo.models.trunk import checkpoint_activations, trunk_of
 from fastppo.models.value import (
     CriticValue,
     DetachedValue,
@@ -61,7 +63,7 @@ class ModelLoader:
         settings = None
         if quantization != "none":
             products = compute_dtype(self.config.precision, self.device) or self.dtype
-            settings = quantized.nf4_config(products)
+            settings = quantized.nf4_config(products, not_quantized(model_config(name, option)))
         model = load_causal_lm(
             name,
             dtype=self.dtype,
@@ -83,10 +85,13 @@ class ModelLoader:
 def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> ActorCritic:
     """Build policy and value function on `causal_lm`, and add adapters to it.
 
+    A vision tower is frozen.
+
     Raises:
         ValueError: the heads do not give the model's own logits; the value function does not fit;
             trained weights of fp16 are not in fp32.
     """
+    freeze(causal_lm)
     peft = adapters_of(causal_lm, config)
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
@@ -97,7 +102,8 @@ def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
     if not is_empty(policy):
         policy.check_heads()
     if peft is not None:
-        cast_frozen(causal_lm.base_model, products)
+        # The vision tower keeps its bits in the saved policy.
+        cast_frozen(language_trunk(causal_lm), products)
     policy.set_training(config.gradient_checkpointing)
     if config.precision == "fp16":
         for name, parameter in policy.named_parameters():
@@ -117,8 +123,8 @@ def make_value_function(
     Raises:
         ValueError: the critic cannot be loaded.
     """
-    trunk: Any = causal_lm.base_model
-    width = causal_lm.get_output_embeddings().weight.shape[1]
+    trunk: Any = trunk_of(causal_lm)
+    width = lm_head_of(causal_lm).weight.shape[1]
     if config.value_model == "shared":
         return SharedValue(trunk, width)
     if config.value_model == "detached":
@@ -144,7 +150,8 @@ def make_critic(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
         critic = critic_of_reward_model(loader.classifier(name, "critic_model"), name)
     else:
         model = loader.causal_lm(name, "critic_model")
-        critic = CriticValue(model.base_model, model.get_output_embeddings().weight.shape[1])
+        freeze(model)
+        critic = CriticValue(trunk_of(model), lm_head_of(model).weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)
     return critic

@@ -11,7 +11,7 @@ import torch
 from fastppo.data.prompts import Prompts
 from fastppo.environments.loading import load_environment
 from fastppo.plugins.loading import Plugin
-from fastppo.ppo.options.config import ASYNC_NEEDS_ONE_TURN, PPOConfig
+from fastppo.ppo.options.config import PPOConfig
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import Reward, RewardTerm
@@ -104,11 +104,8 @@ def load_rewards(
         trained.append(
             RewardTerm("ensemble", ensemble, ensemble.fingerprint(), weight=ensemble_weight)
         )
-    maker = load_environment(environment or config.environment)
-    if maker is not None and config.async_steps:
-        raise ValueError(ASYNC_NEEDS_ONE_TURN)
     return RewardTerms(
         trained=trained,
         monitored=load(monitored or config.monitor_rewards),
-        environment=maker,
+        environment=load_environment(environment or config.environment),
     )

@@ -91,7 +91,7 @@ def _lines(config: PPOConfig, inputs: RunInputs) -> list[tuple[str, str]]:
         ("written to", config.output_dir),
     ]
     if holds_run(config.output_dir) and not config.resume:
-        lines.append(("", "it holds a run already: resume it, or choose another output_dir"))
+        lines.append(("", "it holds a run already: resume it, or choose another --output_dir"))
     lines += [("warning", sentence) for sentence in [*unused(config), *odd_options(config)]]
     default = PPOConfig().to_dict()
     shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")

@@ -1,34 +1,28 @@
 """Write the report of a run: one HTML file with plots and samples.
 
-The file is self-contained: it includes the numbers, the plotting library (uPlot, MIT license) and
-page/plots.js.
+`fastppo.run.report.comparison` compares several runs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastppo.data.chat import is_chat, text_of
-from fastppo.data.files import write_whole
 from fastppo.functional.scalars import counted
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
 from fastppo.run.report.charts import (
-    Chart,
-    Groups,
     Run,
-    is_finite,
     make_charts,
     number_of,
     with_initial_evaluation,
     with_prefix,
 )
+from fastppo.run.report.page import write_page
 from fastppo.run.report.summary import summarize, summarize_critic
 from fastppo.run.watch import advice, kind_of
 
@@ -55,27 +49,30 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     """
     run = read_run(run_dir)
     groups, constants = make_charts(run.records)
-    ending = _ending(run)
+    ending = ending_of(run)
     page = Path(run_dir) / "report.html" if path is None else Path(path)
     files = [
         os.path.relpath(Path(run_dir) / name, page.parent)
         for name in LINKED
         if (Path(run_dir) / name).exists()
     ]
-    return _write(
+    samples = _pick_samples(run.samples)
+    return write_page(
         page,
+        "report.html.jinja",
         groups,
         name=run.name,
         header=_header(run),
         ending=ending,
+        shared=_take_shared(samples),
         links=[(quote(Path(file).as_posix()), file) for file in files],
         summary=summarize(run.records),
         notes={"Critic": summarize_critic(run.records)},
         changes=first_and_last(run.records),
-        iterations=_completed(run),
+        iterations=completed(run),
         warnings=_warnings(run.records, ending),
         constants=constants,
-        samples=_pick_samples(run.samples),
+        samples=samples,
         config=run.config,
     )
 
@@ -106,49 +103,12 @@ def read_run(run_dir: str | Path) -> Run:
     )
 
 
-def _write(path: Path, groups: Groups, **fields: Any) -> Path:
-    """Render the page with the numbers of the charts and the plotting library."""
-    import jinja2
-
-    page = files("fastppo.run.report").joinpath("page")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(page.joinpath("report.html.jinja").read_text("utf-8"))
-    charts = [_as_json(chart) for _, charts in groups for chart in charts]
-    html = template.render(
-        groups=groups,
-        # "</script>" in a name would end the block.
-        data=json.dumps(charts, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
-        uplot=page.joinpath("uplot.min.js").read_text("utf-8"),
-        uplot_css=page.joinpath("uplot.min.css").read_text("utf-8"),
-        plots=page.joinpath("plots.js").read_text("utf-8"),
-        **fields,
-    )
-    write_whole(path, html)
-    return path
-
-
-def _as_json(chart: Chart) -> dict[str, Any]:
-    """Return the fields of a chart that are set. NaN and infinities become gaps for JSON."""
-    fields = {name: value for name, value in chart._asdict().items() if value is not None}
-    fields["series"] = [
-        curve | {"values": [y if is_finite(y) else None for y in curve["values"]]}
-        for curve in chart.series
-    ]
-    return fields
-
-
 def _header(run: Run) -> list[str]:
     """Return lines with the model, start, duration, device and versions."""
-    title = f"FastPPO · {counted(_completed(run), 'iteration')}"
+    title = f"FastPPO · {counted(completed(run), 'iteration')}"
     if run.config.get("model"):
         title += f" · {run.config['model']}"
-    seconds = sum(
-        value
-        for record in run.records
-        for name, value in record.items()
-        if name.startswith("seconds/") and math.isfinite(value)
-    )
-    duration = _duration(seconds) if seconds else ""
+    duration = duration_of(run)
     if not run.parts:
         return [title, duration] if duration else [title]
     newest = run.parts[-1]
@@ -157,21 +117,30 @@ def _header(run: Run) -> list[str]:
     return [title, " · ".join(filter(None, facts)), " · ".join(versions)]
 
 
-def _ending(run: Run) -> str:
+def ending_of(run: Run) -> str:
     """Return a sentence on why the run ended before its last iteration; "" if it did not."""
     reason = run.parts[-1].get("ended") if run.parts else None
     if not reason:
         return ""
-    done = f"{_completed(run)} of {run.config.get('iterations', '?')} iterations"
+    done = f"{completed(run)} of {run.config.get('iterations', '?')} iterations"
     return f"Ended after {done}: {reason}"
 
 
-def _completed(run: Run) -> int:
+def completed(run: Run) -> int:
     """Return the number of complete iterations. One that failed in its update has no reward."""
     return sum("reward" in record for record in run.records)
 
 
-def _duration(seconds: float) -> str:
+def duration_of(run: Run) -> str:
+    """Return the time of the run's iterations, or "" if it is unknown."""
+    seconds = sum(
+        value
+        for record in run.records
+        for name, value in record.items()
+        if name.startswith("seconds/") and math.isfinite(value)
+    )
+    if not seconds:
+        return ""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -255,6 +224,23 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
             (iterations[place], list(map(_as_chat, of_iteration))[:SAMPLES_PER_ITERATION])
         )
     return picked
+
+
+def _take_shared(samples: list[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Remove the turns with which all samples begin, and return them.
+
+    They are a system message, for example with the list of tools.
+    """
+    rows = [row for _, rows in samples for row in rows]
+    shared: list[dict[str, Any]] = []
+    while len(rows) > 1 and all(row["turns"] for row in rows):
+        first = rows[0]["turns"][0]
+        if first["role"] != "system" or any(row["turns"][0] != first for row in rows):
+            break
+        shared.append(first)
+        for row in rows:
+            row["turns"] = row["turns"][1:]
+    return shared
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:

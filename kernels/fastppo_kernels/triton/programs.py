@@ -37,6 +37,9 @@ class Program(NamedTuple):
 # tokens. 160 registers give 12 programs per multiprocessor for rows that are not 16-byte aligned;
 # other rows need fewer, and without a limit some versions of ptxas spill one or two.
 #
+# A draw has one program per row, so few that each should have many loads in flight: 16 fp32 scores
+# per thread.
+#
 # Whitening takes 4 tokens per thread at once, so that fp32 and mask have the same layout, and 32 in
 # total, which share the work on the moments.
 TABLE = {
@@ -52,6 +55,7 @@ TABLE = {
     "moments of a batch": Program(8, block=1024, source="counts"),
     "moments of a tensor": Program(4, block=1024, steps=8, source="counts"),
     "whiten": Program(4, block=512, steps=8, source="counts"),
+    "draw": Program(8, block=4096, source="counts"),
 }
 
 

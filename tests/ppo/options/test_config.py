@@ -129,7 +129,14 @@ def test_an_unknown_key_of_a_mapping_is_answered_with_the_known_ones() -> None:
         ({"importance": "mask", "importance_cap": 1.0}, "importance"),
         ({"async_steps": 1, "rollout": "generate"}, "async_steps"),
         ({"async_steps": 1, "solved_reward": 1.0}, "async_steps"),
-        ({"async_steps": 1, "environment": "e.py:Game"}, "async_steps"),
+        (
+            {"async_steps": 1, "environment": "e.py:Game", "environment_failure": "drop"},
+            "async_steps",
+        ),
+        (
+            {"solved_reward": 1.0, "environment": "e.py:Game", "environment_failure": "drop"},
+            "environment_failure",
+        ),
         ({"ptx_coef": 1.0}, "ptx_coef"),
         ({"checkpoint_best": "min:"}, "checkpoint_best"),
         ({"checkpoint_best": "min:eval/kl"}, "checkpoint_best"),

@@ -15,8 +15,8 @@ from fastppo.ppo.setup.algorithm_line import algorithm_line
     [
         (
             {"kl_coef": 0.0},
-            "PPO-clip, GAE(1, 0.95), closed-form value head, adamw at a rate that follows 0.02 nats "
-            "per update",
+            "PPO-clip, GAE(1, 0.95), closed-form value head, adamw at a rate that follows 0.02 "
+            "nats per update",
         ),
         (
             {"value_head": "gradient", "learning_rate": 1e-5},
@@ -25,8 +25,8 @@ from fastppo.ppo.setup.algorithm_line import algorithm_line
         ),
         (
             {"advantage": "group", "samples_per_prompt": 4, "kl_coef": 0.0, "kl_loss_coef": 0.04},
-            "PPO-clip, group-normalized rewards (GRPO), KL in the loss (0.04), adamw at a rate that "
-            "follows 0.02 nats per update",
+            "PPO-clip, group-normalized rewards (GRPO), KL in the loss (0.04), adamw at a rate "
+            "that follows 0.02 nats per update",
         ),
     ],
     ids=["defaults", "gradient", "group"],

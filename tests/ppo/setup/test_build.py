@@ -215,7 +215,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"reward_weights": [1.0], "rewards": [tiny.count_w7] * 2}, "got 2 rewards and 1 reward_w"),
-        ({"device": "gpu"}, "device must be auto, cpu, cuda"),
+        ({"device": "gpu"}, "device must be auto, cpu, mps, cuda"),
     ],
 )
 def test_options_that_do_not_fit_the_parts_are_refused(

@@ -16,9 +16,9 @@ from fastppo.ppo.setup.checks import (
     CHECKED_PROMPTS,
     CHECKED_TOKENS,
     check_on_policy,
-    rounding_tolerance,
     self_check,
 )
+from fastppo.rollout.agreement import rounding_tolerance
 from runs import Watched, make_trainer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_a_reward_is_called_once_before_the_run(
     with pytest.raises(RewardError, match=r"reward 'returns_one' .*made-up"):
         _preflight(folder, monkeypatch, rewards=["code.py:returns_one"], output_dir="refused")
     assert (folder / "refused" / "failed_reward.json").exists()
+
+
+@pytest.mark.parametrize("option", ["rewards", "reward_ensemble"])
+def test_a_dead_reward_server_is_refused(
+    option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/judge"
+    with pytest.raises(RewardError, match=f"'judge'.*{url}"):
+        _preflight(folder, monkeypatch, **{"rewards": [], option: [url, url]})
 
 
 def test_variables_of_the_chat_template_reach_prompts_and_the_saved_tokenizer(

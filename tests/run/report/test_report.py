@@ -28,6 +28,7 @@ METRICS = {
     "seconds/generate": 0.1,
     "finish/stop": 0.5,
     "tools/ok": 0.5,
+    "outcome/success": 0.25,
     "eval/reward/brief": 0.9,
     "eval/monitor/gold": 0.4,
 }
@@ -388,3 +389,17 @@ def test_a_single_iteration_fills_its_chart(run: Path) -> None:
     told = "document.title = JSON.stringify(entries.map(({plot}) => plot?.scales.x.max))"
     page.write_text(page.read_text() + f"<script>setTimeout(() => {{ {told} }}, 1000)</script>")
     assert "<title>[1.5,1.5,1.5," in _in_browser(page)
+
+
+def test_the_list_of_tools_is_shown_once(run: Path) -> None:
+    """A system message with which all samples begin; other turns stay."""
+    sample = json.loads((run / "samples.jsonl").read_text())
+    turns = [{"role": "system", "text": "The tools: add"}, {"role": "user", "text": "1 + 1?"}]
+    rows = [sample | {"iteration": i, "turns": turns} for i in range(3)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_report(run).read_text()
+    assert html.count("The tools: add") == 1
+    assert html.count("1 + 1?") == 3
+    rows[1]["turns"] = [{"role": "system", "text": "Other tools"}, turns[1]]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert write_report(run).read_text().count("The tools: add") == 2
