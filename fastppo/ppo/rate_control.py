@@ -36,8 +36,7 @@ import math
 from typing import Any
 
 FIRST_RATE = 1e-5
-"""About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters. docs/studies.md compares a
-tenth and ten times of it."""
+"""About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters."""
 
 LARGEST_RATE = 3e-3
 """Where the rate ends if nothing moves the policy, such as one that has become deterministic. The
