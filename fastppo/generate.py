@@ -19,6 +19,7 @@ from rich.text import Text
 
 from fastppo.data.chat import decode_completions
 from fastppo.data.datasets import Rows
+from fastppo.data.images import have_images
 from fastppo.data.prompts import encode_prompts
 from fastppo.environments.episodes import POLICY
 from fastppo.environments.loading import load_environment
@@ -26,6 +27,7 @@ from fastppo.environments.turns import Turns
 from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.models.device import choose_device
+from fastppo.models.multimodal import is_multimodal
 from fastppo.models.pretrained import (
     is_checkpoint,
     load_causal_lm,
@@ -109,6 +111,8 @@ def _complete(
     """Generate the completions of one policy, over several turns if `environment` is given."""
     model, tokenizer = _load(directory, config, device)
     context = context_length(model) or 2**31
+    if is_multimodal(model.config) and have_images(rows, config.prompt_column):
+        raise ValueError("prompts: fastppo generate reads no images; transformers' generate does")
     turns: OneTurn | Turns = OneTurn()
     if environment is not None:
         turns = Turns(environment.function, tokenizer, max_turns=config.max_turns, context=context)

@@ -77,10 +77,10 @@ MICROBATCH = 256
 LENGTHS = {"short": 15, "long": 60}
 """Iterations of the two lengths of a run; the first is the beginning of the second."""
 
-KEPT = ("kl", "approx_kl", "update_kl", "target_kl", "learning_rate", "undone", "entropy")
+KEPT = ("kl", "approx_kl", "update_kl", "target_kl", "learning_rate", "entropy")
 """Metrics of an iteration to save, besides the judged reward and the CPU time."""
 
-PLOTTED = ("judged", "deviation", "seconds", "learning_rate", "update_kl", "undone")
+PLOTTED = ("judged", "deviation", "seconds", "learning_rate", "update_kl")
 """Metrics to keep in the repository; for fixed rates the first three."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ padding and no mask is needed. In a packed layout all sequences share one row.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from fastppo.data.images import (
+    EncodedImages,
+    ImageInputs,
+    encoded_images,
+    rope_positions,
+    without_image_tokens,
+)
 
 
 class Packing(NamedTuple):
@@ -50,6 +59,8 @@ class Layout(NamedTuple):
     """Flat position of each sequence's last token, [B] int64."""
     packing: Packing | None = None
     """Boundaries of packed sequences; None if each row is one sequence."""
+    images: ImageInputs | None = None
+    """Images of the prompts; None for text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +77,8 @@ class Batch:
     response_mask: Tensor | None = None
     """True on response tokens that the policy generated, [Σ response length] bool on the CPU; None
     means all."""
+    images: tuple[EncodedImages | None, ...] | None = None
+    """Output of the vision tower for each prompt; None for text."""
 
     @classmethod
     def of(
@@ -76,6 +89,8 @@ class Batch:
         response_mask: Sequence[Sequence[bool]] | None = None,
     ) -> Batch:
         """Build a batch from lists of token ids, one response per prompt.
+
+        Prompts may be `ImagePrompt`s that a vision tower has read.
 
         Args:
             response_mask: per response token, whether the policy generated it; None means all.
@@ -103,6 +118,7 @@ class Batch:
             prompt_lengths=torch.tensor([len(row) for row in prompts], dtype=torch.int64),
             response_lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64),
             response_mask=flags,
+            images=encoded_images(prompts),
         )
 
     def __len__(self) -> int:
@@ -175,11 +191,15 @@ class Batch:
         response_mask = None
         if self.response_mask is not None:
             response_mask = self.response_mask[spans(starts(self.response_lengths)[rows], lengths)]
+        images = self.images
+        if images is not None:
+            images = tuple(images[row] for row in rows.tolist())
         return Batch(
             tokens=self.tokens[positions],
             prompt_lengths=self.prompt_lengths[rows],
             response_lengths=lengths,
             response_mask=response_mask,
+            images=images,
         )
 
     def split(self, sizes: list[int]) -> list[Batch]:
@@ -190,12 +210,17 @@ class Batch:
         response_mask: Sequence[Tensor | None] = [None] * len(sizes)
         if self.response_mask is not None:
             response_mask = split_packed(self.response_mask, self.response_lengths, sizes)
+        images: list[tuple[EncodedImages | None, ...] | None] = [None] * len(sizes)
+        if self.images is not None:
+            left = iter(self.images)
+            images = [tuple(itertools.islice(left, size)) for size in sizes]
         return [
             Batch(
                 tokens=tokens[i],
                 prompt_lengths=prompt_lengths[i],
                 response_lengths=response_lengths[i],
                 response_mask=response_mask[i],
+                images=images[i],
             )
             for i in range(len(sizes))
         ]
@@ -209,8 +234,12 @@ class Batch:
             [spans(first, lengths), *self._heads_positions(first)], self.device
         )
         input_ids = torch.zeros(len(self) * width, dtype=torch.int64, device=self.device)
-        input_ids[positions] = self.tokens
-        return self._layout(input_ids.view(len(self), width), *others)
+        input_ids[positions] = self._inputs
+        layout = self._layout(input_ids.view(len(self), width), *others)
+        if self.images is None:
+            return layout
+        rows = torch.arange(len(self)).unsqueeze(1).expand(-1, width)
+        return layout._replace(images=self._images(rows, torch.arange(width).expand(len(self), -1)))
 
     def packed_layout(self) -> Layout:
         """Return all sequences in one row."""
@@ -229,7 +258,37 @@ class Batch:
             cu_seqlens=cu_seqlens,
             longest=max(lengths.tolist(), default=0),
         )
-        return self._layout(self.tokens.unsqueeze(0), *others, packing=packing)
+        layout = self._layout(self._inputs.unsqueeze(0), *others, packing=packing)
+        if self.images is None:
+            return layout
+        rows = torch.arange(len(self)).repeat_interleave(lengths)
+        places = spans(torch.zeros_like(lengths), lengths)
+        return layout._replace(images=self._images(rows.unsqueeze(0), places.unsqueeze(0)))
+
+    @property
+    def _inputs(self) -> Tensor:
+        """The tokens as a transformer reads them: an image token in a response has no image."""
+        if self.images is None:
+            return self.tokens
+        image_tokens = torch.tensor([-1 if x is None else x.token_id for x in self.images])
+        begin = starts(self.lengths) + self.prompt_lengths
+        places = on_device(spans(begin, self.response_lengths), self.device)
+        of_tokens = on_device(image_tokens.repeat_interleave(self.response_lengths), self.device)
+        inputs = self.tokens.clone()
+        inputs[places] = without_image_tokens(inputs[places], of_tokens)
+        return inputs
+
+    def _images(self, rows: Tensor, positions: Tensor) -> ImageInputs | None:
+        """Return the images of a layout.
+
+        Args:
+            rows, positions: the sequence of each token, and its place there, [B', S] int64.
+        """
+        assert self.images is not None
+        position_ids = rope_positions(self.images, rows, positions)
+        if position_ids is not None:
+            position_ids = on_device(position_ids, self.device)
+        return ImageInputs.of(self.images, position_ids)
 
     def _layout(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
 from fastppo.data.datasets import DataError, Rows, column_names
+from fastppo.data.images import ImagePrompt, encode_image_prompt
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """Arguments of every reward, which no column may be named after."""
@@ -25,6 +26,7 @@ class Prompts:
     prompts: list[Any]
     """Strings or lists of chat messages, as in the dataset."""
     token_ids: list[list[int]]
+    """Token ids of each prompt; an `ImagePrompt` has its images, too."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -33,7 +35,15 @@ class Prompts:
     def fingerprint(self) -> str:
         """Fingerprint of the prompts, their tokens and all columns."""
         rows = zip(self.prompts, self.token_ids, *self.columns.values(), strict=True)
-        return fingerprint.of_rows([list(self.columns), *map(list, rows)])
+        digests = [ids.images.digest for ids in self.token_ids if isinstance(ids, ImagePrompt)]
+        return fingerprint.of_rows([list(self.columns), *map(list, rows), *digests])
+
+    def record(self, row: int) -> dict[str, Any]:
+        """Return the prompt of a log record, with thumbnails of its images if it has any."""
+        ids = self.token_ids[row]
+        thumbnails = ids.images.thumbnails() if isinstance(ids, ImagePrompt) else []
+        images = {"images": thumbnails} if thumbnails else {}
+        return {"prompt": self.prompts[row], **images}
 
     def select(self, rows: Sequence[int]) -> Prompts:
         return Prompts(
@@ -62,10 +72,12 @@ def encode_prompts(
     column: str = "prompt",
     max_prompt_tokens: int,
     source: str = "prompts",
+    processor: Any = None,
 ) -> Prompts:
     """Tokenize the prompt column.
 
     Args:
+        processor: processor of a vision-language model, for rows with images.
         max_prompt_tokens: the model's context minus the longest response, in tokens.
 
     Raises:
@@ -81,9 +93,14 @@ def encode_prompts(
             raise DataError(
                 f"{source}: rename the column {reserved!r}; it is an argument of every reward"
             )
+    prompts = [row.get(column) for row in rows]
     token_ids = []
     for number, row in enumerate(rows, 1):
-        ids = encode_prompt(row.get(column), tokenizer, f"{source}, row {number}")
+        where = f"{source}, row {number}"
+        if processor is None:
+            ids = encode_prompt(row.get(column), tokenizer, where)
+        else:
+            prompts[number - 1], ids = encode_image_prompt(row, processor, column, where)
         if len(ids) > max_prompt_tokens:
             raise DataError(
                 f"{source}, row {number}: the prompt has {len(ids)} tokens; with max_new_tokens "
@@ -91,4 +108,4 @@ def encode_prompts(
             )
         token_ids.append(ids)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    return Prompts([row[column] for row in rows], token_ids, columns)
+    return Prompts(prompts, token_ids, columns)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastppo.models.multimodal import frozen_modules
 from fastppo.models.quantized import dequantized_weight, is_quantized
 
 
@@ -39,7 +40,7 @@ def add_adapters(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=list(target_modules) if target_modules else "all-linear",
-        exclude_modules=None if target_modules else _not_adapted(model) or None,
+        exclude_modules=_left_out(model, by_name=bool(target_modules)) or None,
         # GPT-2's weights are transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type=task_type,
@@ -68,6 +69,18 @@ def _check_untied(model: nn.Module) -> None:
                     f"lora_rank: {type(model).__name__} has one weight for {first} and {name}, and "
                     "two adapters cannot be merged into it; leave them out of lora_target_modules"
                 )
+
+
+def _left_out(model: PreTrainedModel, *, by_name: bool) -> list[str]:
+    """Return the names of the modules without adapters.
+
+    Vision tower and projector are frozen.
+
+    Args:
+        by_name: whether the user names the modules with adapters.
+    """
+    frozen = list(frozen_modules(model))
+    return frozen if by_name else [*frozen, *_not_adapted(model)]
 
 
 def _not_adapted(model: nn.Module) -> list[str]:

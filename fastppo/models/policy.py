@@ -113,7 +113,9 @@ class LanguageModel(nn.Module):
         # In a sharded model `hidden` and `forward` gather weights, so neither may call the other
         # (`fastppo.models.sharding`).
         trunk = trunk_of(self.causal_lm)
-        return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
+        return states_at(
+            trunk, positions, layout.input_ids, packing=layout.packing, images=layout.images
+        )
 
     def padded_states(
         self, input_ids: Tensor, attention_mask: Tensor, *, row: Tensor, column: Tensor
@@ -320,6 +322,11 @@ class ActorCritic(LanguageModel):
         model.save_pretrained(directory, state_dict=state)
 
     def save_value_function(self, path: str | Path) -> None:
-        """Save the value head, and a critic's trunk, as safetensors."""
-        state = full_state(self.value_function)
-        save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
+        """Save the value head, and a critic's trunk without a vision tower, as safetensors."""
+        left_out = self.value_function.shared_names(self.causal_lm)
+        state = {
+            name: value.contiguous().cpu()
+            for name, value in full_state(self.value_function).items()
+            if name not in left_out
+        }
+        save_file(state, path)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -23,6 +22,7 @@ from transformers import (
 from fastppo.data.datasets import is_missing_path
 from fastppo.data.files import MissingPathError
 from fastppo.data.hub import check_reachable
+from fastppo.models.multimodal import auto_class, is_multimodal, processor_files
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """A directory with a tokenizer has one of these."""
@@ -242,7 +242,7 @@ def load_causal_lm(
     what: str = "model",
     quantization: Any = None,
 ) -> PreTrainedModel:
-    """Load a causal LM from a directory or hub name.
+    """Load a causal LM from a directory or hub name, with its vision tower if it has one.
 
     Args:
         what: name of the option, for the message.
@@ -251,12 +251,14 @@ def load_causal_lm(
     Raises:
         ValueError: there is no such model, it is not a causal LM, or it lacks weights.
     """
-    causal_lm_config(name, what)
+    config = causal_lm_config(name, what)
     place: dict[str, Any] = {}
     if quantization is not None:  # quantized on the device of the run
         place = {"quantization_config": quantization, "device_map": {"": device}}
+    if is_multimodal(config):
+        processor_files(name)  # into the hub's cache, since they are saved with the policy
     model, _ = load_whole(
-        AutoModelForCausalLM,
+        auto_class(config),
         name,
         what,
         dtype=dtype,

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+
+from fastppo.models.multimodal import auto_class, frozen_modules
 
 NEEDED = "bitsandbytes>=0.49"
 
@@ -26,11 +29,12 @@ SCALES = 256
 """Number of 8-bit scales per 32-bit scale."""
 
 
-def nf4_config(dtype: torch.dtype) -> Any:
+def nf4_config(dtype: torch.dtype, left_out: Sequence[str] | None = None) -> Any:
     """Return transformers' config for NF4 weights with quantized scales.
 
     Args:
         dtype: the dtype of the matrix products.
+        left_out: names of modules that keep their dtype; None for the lm-head alone.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -44,6 +48,7 @@ def nf4_config(dtype: torch.dtype) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=None if left_out is None else list(left_out),
     )
 
 
@@ -68,7 +73,7 @@ def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+        plain = auto_class(config).from_config(config, dtype=model.dtype)
     plain.generation_config = model.generation_config
     return plain
 
@@ -80,9 +85,9 @@ def bytes_of(count: int) -> int:
 
 
 def matrices(model: PreTrainedModel) -> list[Any]:
-    """Return the layers to quantize: linear ones except adapters and the lm-head."""
-    head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head]
+    """Return the layers to quantize: linear ones of the language model, except adapters."""
+    left_out = [model.get_output_embeddings(), *frozen_modules(model).values()]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in left_out]
     return [layer for layer in linear if not layer.weight.requires_grad]
 
 

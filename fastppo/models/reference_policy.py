@@ -10,7 +10,6 @@ SFT model; moving the reference lets a long run move further from it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,9 +20,9 @@ from torch import Tensor
 from fastppo.data.batch import Batch, Layout
 from fastppo.models.device import cast_frozen, is_empty
 from fastppo.models.head import RefStates
+from fastppo.models.multimodal import copy_sharing_frozen, language_trunk
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.sharding import is_sharded, reshard, sharded_like
-from fastppo.models.trunk import trunk_of
 
 
 class TokenKL(NamedTuple):
@@ -57,7 +56,7 @@ class ReferencePolicy:
         elif policy.peft is None:
             self.frozen = frozen_copy(policy)
         if self.frozen is not None:
-            cast_frozen(trunk_of(self.frozen.causal_lm), policy.compute_dtype)
+            cast_frozen(language_trunk(self.frozen.causal_lm), policy.compute_dtype)
             if not is_empty(policy):  # the meta device has no copies
                 self.frozen.to(policy.device)
 
@@ -173,6 +172,7 @@ class ReferencePolicy:
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a model without gradients."""
-    frozen = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
+    """Return a copy of a model without gradients, which shares its vision tower."""
+    copied = copy_sharing_frozen(model.causal_lm, model.causal_lm)
+    frozen = LanguageModel(copied, compute_dtype=model.compute_dtype)
     return frozen.requires_grad_(False)

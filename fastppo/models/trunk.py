@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Packing
+from fastppo.data.images import ImageInputs
 from fastppo.models.attention import (
     has_wrapped_attention,
     mark,
@@ -62,6 +63,7 @@ def hidden_states(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [B, S, H], after the trunk's last norm.
 
@@ -69,10 +71,13 @@ def hidden_states(
         trunk: `trunk_of` a transformers model.
         input_ids, attention_mask: [B, S] int64. No mask is needed for padding on the right.
         packing: bounds of the sequences packed into input_ids [1, S].
+        images: what the vision tower returned for the sequences.
     """
     more: dict[str, Any] = {}
     if packing is not None:
         more = packed_arguments(packing)
+    if images is not None:
+        more |= images.arguments
     if attention_mask is None and _is_markable(trunk, input_ids, packing):
         attention_mask = mark(input_ids.device)
     elif attention_mask is None and packing is None and _is_eager(trunk):
@@ -88,13 +93,14 @@ def states_at(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     packing: Packing | None = None,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [N, H] at `positions` [N], int64 in [0, B·S).
 
     Args:
-        input_ids, attention_mask, packing: as for `hidden_states`.
+        input_ids, attention_mask, packing, images: as for `hidden_states`.
     """
-    states = hidden_states(trunk, input_ids, attention_mask, packing)
+    states = hidden_states(trunk, input_ids, attention_mask, packing, images)
     return states.flatten(0, 1)[positions]
 
 
@@ -105,21 +111,24 @@ def last_states(
     attention_mask: Tensor | None,
     position_ids: Tensor,
     cache: Any,
+    images: ImageInputs | None = None,
 ) -> Tensor:
     """Return the final hidden states [B, H] of each row's last token, and extend the cache.
 
     Args:
-        input_ids, position_ids: [B, S] int64, the tokens after those in the cache.
+        input_ids: [B, S] int64, the tokens after those in the cache.
+        position_ids: [B, S] int64, or [4, B, S] with M-RoPE.
         attention_mask: [B, cached + S] int64; None without padding.
         cache: a transformers cache of B rows.
+        images: what the vision tower returned for these tokens.
     """
+    more = {} if images is None else images.arguments
     kind: Any = type(trunk)
     output = trunk(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        position_ids=position_ids,
         use_cache=True,
-        **{_name_of_cache(kind): cache},
+        **{"position_ids": position_ids, _name_of_cache(kind): cache, **more},
     )
     return output.last_hidden_state[:, -1]
 
@@ -191,7 +200,9 @@ def layers_of(trunk: Any) -> nn.ModuleList:
         ValueError: the trunk has no single list of all layers.
     """
     total = trunk.config.get_text_config().num_hidden_layers
-    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
+    # A vision tower may have as many layers.
+    modules = trunk.get_decoder().modules()
+    lists = [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == total]
     if len(lists) != 1:
         raise ValueError(f"{type(trunk).__name__} has no single list of its {total} layers")
     return lists[0]

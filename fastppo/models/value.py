@@ -1,6 +1,7 @@
 """The value functions.
 
-    shared      a linear head on the policy's trunk; the value loss also trains the trunk
+    shared      a linear head on the policy's trunk; the value loss of a head that is trained by
+                gradient also trains the trunk
     detached    the same head; the value loss does not train the trunk
     critic      a separate transformer, initialized from the policy, a reward model or a critic
 
@@ -14,7 +15,6 @@ at zero. A critic from a reward model starts from its scores, as InstructGPT's d
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
 from fastppo.models.head import lm_head_of
+from fastppo.models.multimodal import copy_sharing_frozen, frozen_parameters
 from fastppo.models.trunk import states_at, trunk_of
 
 ATTENTION = {"self_attn", "attn", "attention"}
@@ -54,6 +55,11 @@ class ValueFunction(nn.Module, ABC):
         """Return the values of states [N, H] in reward units, [N] fp32."""
         with torch.autocast(states.device.type, enabled=False):
             return self.head(states.to(self.head.weight.dtype)).squeeze(-1) * self.scale
+
+    def shared_names(self, causal_lm: PreTrainedModel) -> set[str]:
+        """Return the names of the parameters that are the policy's: a critic's vision tower."""
+        shared = {id(p) for p in frozen_parameters(causal_lm)}
+        return {name for name, p in self.named_parameters() if id(p) in shared}
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
@@ -91,13 +97,19 @@ class CriticValue(ValueFunction):
         self.trunk = trunk
 
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
-        return states_at(self.trunk, positions, layout.input_ids, packing=layout.packing)
+        return states_at(
+            self.trunk,
+            positions,
+            layout.input_ids,
+            packing=layout.packing,
+            images=layout.images,
+        )
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
-    """Return a critic initialized with a copy of the policy's trunk."""
+    """Return a critic initialized with a copy of the policy's trunk; it shares a vision tower."""
     width = lm_head_of(causal_lm).weight.shape[1]
-    return CriticValue(copy.deepcopy(trunk_of(causal_lm)), width)
+    return CriticValue(copy_sharing_frozen(trunk_of(causal_lm), causal_lm), width)
 
 
 def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
@@ -109,7 +121,10 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     critic = critic_of_policy(causal_lm)
     try:
         # Files of version 0.3 have no scale.
-        critic.load_state_dict({"scale": torch.ones_like(critic.scale)} | load_file(path))
+        state = {"scale": torch.ones_like(critic.scale)} | load_file(path)
+        lacking, unknown = critic.load_state_dict(state, strict=False)
+        if unknown or not critic.shared_names(causal_lm).issuperset(lacking):
+            raise RuntimeError(f"lacks {lacking}, and has {unknown}")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error
     return critic

@@ -203,7 +203,7 @@ class PPO:
         """Train on a batch for `ppo_epochs` of minibatches, and return the mean metrics.
 
         `experience.trained` says what is trained. Masked responses are excluded. The step control
-        may end the update early, or undo it.
+        may end the update early.
         """
         config = self.config
         experience = experience.in_loss()
@@ -218,11 +218,9 @@ class PPO:
             for minibatch in counted(minibatches, f"epoch {epoch + 1}"):
                 sums = self.accumulate_gradient(minibatch, coefficients)
                 meter.add(minibatch, sums, self.step_control.step(sums))
-                if self.step_control.is_too_far:
-                    break
-            if self.step_control.is_done:
+            if self.step_control.exceeds_limit:
                 break
-        fit = {} if self.step_control.is_too_far else self.value_head.begin_fit()
+        fit = self.value_head.begin_fit()
         metrics = meter.metrics(config, coefficients, fit) | coefficients.metrics
         fitted = {name: metrics.pop(name) for name in fit}
         metrics |= self.step_control.end_update(metrics)

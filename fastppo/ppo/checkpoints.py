@@ -10,6 +10,8 @@ from typing import Any
 from fastppo.data import fingerprint
 from fastppo.data.files import written_whole
 from fastppo.models.device import choose_device
+from fastppo.models.images import NoImages
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import unsharded
@@ -35,16 +37,24 @@ OF_WEIGHTS = (
 
 
 def export(
-    model: ActorCritic, tokenizer: Any, directory: Path, value_function: Path | None = None
+    model: ActorCritic,
+    tokenizer: Any,
+    directory: Path,
+    value_function: Path | None = None,
+    images: NoImages | None = None,
 ) -> None:
-    """Write an unsharded policy and its tokenizer.
+    """Write an unsharded policy, its tokenizer, and its processor of images if it has one.
 
     Args:
+        images: the run's, which has a processor that was passed in.
         value_function: file for the value function; None for none.
     """
     with written_whole(directory) as unfinished:
         model.save_policy(unfinished)
         tokenizer.save_pretrained(unfinished)
+        save_processor_files(model.causal_lm, unfinished)
+        if images is not None:
+            images.save(unfinished)
         if value_function is not None:
             model.save_value_function(unfinished / value_function.name)
             (unfinished / value_function.name).replace(value_function)
@@ -204,10 +214,11 @@ class Checkpoints:
 
     def save_policy(self, tokenizer: Any, directory: Path) -> None:
         """Write the policy as transformers loads it, and the value function next to it."""
+        images = self.ppo.parts.images
         with unsharded(self.ppo.model):
             value_function = directory.parent / "value_function.safetensors"
             self.world.on_main_rank(
-                lambda: export(self.ppo.model, tokenizer, directory, value_function)
+                lambda: export(self.ppo.model, tokenizer, directory, value_function, images)
             )
 
     def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
@@ -224,7 +235,10 @@ class Checkpoints:
         checkpoint.load_policy(best, self.ppo.model)
         try:
             with unsharded(self.ppo.model):
-                self.world.on_main_rank(lambda: export(self.ppo.model, tokenizer, directory))
+                images = self.ppo.parts.images
+                self.world.on_main_rank(
+                    lambda: export(self.ppo.model, tokenizer, directory, images=images)
+                )
         finally:
             checkpoint.load_policy(self.newest, self.ppo.model)
         return best

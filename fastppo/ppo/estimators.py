@@ -47,11 +47,12 @@ MONTE_CARLO = ("sequence", *CRITIC_FREE)
 """Kinds with λ = 1."""
 
 GROUP_EPS = 1e-6
-"""Added to a group's standard deviation, as a share of the batch's. TRL adds 1e-4 in reward units,
-with which the scale of the rewards matters."""
+"""Added to a group's standard deviation, as a share of the size of its rewards. TRL adds 1e-4 in
+reward units, with which the scale of the rewards matters."""
 
-SCORE_ROUNDING = 1e-6
-"""Scores that differ by at most this share of their size are equal: fp32 has 7 digits."""
+SCORE_ROUNDING = 2.5e-7
+"""Scores that differ by at most this share of their size are equal: twice the relative rounding
+error of fp32."""
 
 KL_ROUNDING = 2e-4
 """KL penalties of at most this many nats are rounding errors. If all responses earn the same and
@@ -94,10 +95,9 @@ def estimate_advantages(
     """
     experience = with_rewards(experience, scores, config, coefficients.kl_coef)
     has_kl = coefficients.kl_coef != 0 and experience.ref_logprobs is not None
-    rounding = SCORE_ROUNDING * _size(scores.total)
-    rounding += KL_ROUNDING * abs(coefficients.kl_coef) if has_kl else 0.0
+    kl_rounding = KL_ROUNDING * abs(coefficients.kl_coef) if has_kl else 0.0
     if function is None:
-        estimates = _estimates(experience, config, rounding)
+        estimates = _estimates(experience, config, kl_rounding)
     else:
         estimates = _user_estimates(experience, config, function)
     totals = _discounted_scores(experience, scores, config)
@@ -111,6 +111,7 @@ def estimate_advantages(
         in_loss = on_device(tokens, experience.batch.device)
         episodes = experience.by_episode(~masked).nonzero()[:, 0]
         totals = totals[on_device(episodes, totals.device)]
+    rounding = SCORE_ROUNDING * _size(totals) + kl_rounding
     learned = estimates.advantages[in_loss]
     spread = learned.std(correction=0) if len(learned) else learned.sum()
     size = spread if config.whiten_advantages else learned.square().mean().sqrt()
@@ -192,10 +193,10 @@ def with_rewards(
     )
 
 
-def _estimates(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
+def _estimates(experience: Experience, config: PPOConfig, kl_rounding: float) -> Estimates:
     """Compute advantages and returns by the kind of the options."""
     if config.advantage in ONE_PER_RESPONSE:
-        return _response_advantages(experience, config, rounding)
+        return _response_advantages(experience, config, kl_rounding)
     if config.advantage == "turn_gae":
         return _turn_advantages(experience, config)
     return _token_advantages(experience, config)
@@ -272,7 +273,9 @@ def _token_gae(experience: Experience, config: PPOConfig, *, lam: float | Tensor
     )
 
 
-def _response_advantages(experience: Experience, config: PPOConfig, rounding: float) -> Estimates:
+def _response_advantages(
+    experience: Experience, config: PPOConfig, kl_rounding: float
+) -> Estimates:
     """One advantage per response, repeated for each of its tokens.
 
     `rloo` and `group` compare episodes, by the mean over their rows.
@@ -281,7 +284,7 @@ def _response_advantages(experience: Experience, config: PPOConfig, rounding: fl
     advantages = _of_responses(result.advantages, experience)
     if config.advantage != "sequence":
         rewards = experience.mean_of_rows(advantages)
-        advantages = experience.by_row(_against_group(rewards, config, rounding))
+        advantages = experience.by_row(_against_group(rewards, config, kl_rounding))
     lengths = experience.batch.cu_seqlens.diff()
     advantages = advantages.repeat_interleave(lengths, output_size=len(experience.old_values))
     return Estimates(advantages, result.returns)
@@ -357,11 +360,11 @@ def user_advantages(
     return checked["advantages"], checked.get("returns")
 
 
-def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tensor:
+def _against_group(rewards: Tensor, config: PPOConfig, kl_rounding: float) -> Tensor:
     """Return the advantages of episodes, [B] like their rewards. Groups are adjacent.
 
     Args:
-        rounding: deviation of a group whose rewards are equal, reward units.
+        kl_rounding: deviation of equal rewards by the KL in them, reward units.
 
     Raises:
         ValueError: the batch does not consist of whole groups.
@@ -375,13 +378,14 @@ def _against_group(rewards: Tensor, config: PPOConfig, rounding: float) -> Tenso
     groups = rewards.view(-1, count)
     above = groups - groups.mean(dim=1, keepdim=True)
     deviation = groups.std(dim=1, keepdim=True)
-    above = torch.where(deviation <= rounding, 0.0, above)
+    size = groups.square().mean(dim=1, keepdim=True).sqrt()
+    above = torch.where(deviation <= SCORE_ROUNDING * size + kl_rounding, 0.0, above)
     if config.advantage == "rloo":
         above = above * (count / (count - 1))
     else:
-        # The smallest normal number keeps 0/0 out of a batch of equal rewards.
-        least = GROUP_EPS * rewards.std(correction=0)
-        above = above / (deviation + least).clamp(min=torch.finfo(above.dtype).tiny)
+        # The smallest normal number keeps 0/0 out of a group of zeros.
+        least = (GROUP_EPS * size).clamp(min=torch.finfo(above.dtype).tiny)
+        above = above / (deviation + least)
     return above.flatten()
 
 

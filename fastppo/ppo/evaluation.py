@@ -187,7 +187,7 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
     rewards = {name: values.or_none[row] for name, values in scored.items()}
     return {
         "row": begin + row,
-        "prompt": prompts.prompts[row],
+        **prompts.record(row),
         "completion": result["completions"][row],
         "reward": scores.total[row].item(),
         "rewards": rewards,

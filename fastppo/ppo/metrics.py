@@ -512,7 +512,7 @@ def sample_records(
     lengths = rollout.episode_lengths
     return [
         {
-            "prompt": prompts.prompts[i],
+            **prompts.record(i),
             "completion": completion,
             "reward": totals[i],
             "rewards": {name: scored.or_none[i] for name, scored in scores.terms.items()},

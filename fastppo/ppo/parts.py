@@ -13,6 +13,7 @@ from fastppo.data.text import PretrainingText
 from fastppo.data.world import World
 from fastppo.environments.async_turns import AsyncTurns
 from fastppo.environments.turns import Turns
+from fastppo.models.images import NoImages
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.rewards.scorer import Scorer
@@ -37,6 +38,8 @@ class Parts:
     sampling: Sampling
     episode_runner: OneTurn | Turns | AsyncTurns
     """Generates the responses, single-turn or with the turns of an environment."""
+    images: NoImages
+    """Runs the vision tower on the images of prompts, if there are any."""
     prompts: Prompts | None
     held_out: Prompts | None
     """Prompts of evaluations."""

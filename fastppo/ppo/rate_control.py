@@ -24,9 +24,6 @@ The rate starts at `FIRST_RATE`. Until a measurement comes close to the target, 
 it. In bf16, rounding causes a KL that does not depend on the rate; the search subtracts the KL of
 its first measurement.
 
-If the KL exceeds `TOO_FAR` times the target, the trainer undoes the update. Most of the runs that
-collapse do so by one such step.
-
 A schedule or a warm-up multiplies the rate by a factor. The rate is what it would be without it.
 
 Sources: rsl_rl's schedule="adaptive" (Rudin et al. 2021, arXiv:2109.11978) and TorchRL's
@@ -39,8 +36,7 @@ import math
 from typing import Any
 
 FIRST_RATE = 1e-5
-"""About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters. docs/studies.md compares a
-tenth and ten times of it."""
+"""About the rate of Ouyang et al. 2022 for 1.3 and 6 billion parameters."""
 
 LARGEST_RATE = 3e-3
 """Where the rate ends if nothing moves the policy, such as one that has become deterministic. The
@@ -64,8 +60,6 @@ RAISE = 0.5
 
 FIRST_UPDATES = 4
 """Updates after the search in which the rate rises as fast as it falls."""
-
-TOO_FAR = 10.0
 
 LEAST_SHARE = 0.25
 """Of `step_kl`, for a policy that has become deterministic. In bf16, rounding causes a KL of about
@@ -109,8 +103,6 @@ class AdaptiveRate:
         """
         self.target = target * self.target_share
         self.steps = steps
-        self.is_too_far = False
-        """Whether the policy has moved too far for another step."""
         self._taken = 0
         self._path = 0.0
         """Sum of the rates of the steps so far."""
@@ -133,9 +125,8 @@ class AdaptiveRate:
         if kl <= self._first_kl and self._first_kl > self.target:
             return  # the noise is larger than the movement
         moved = max((kl - self._first_kl) / self.target, LEAST_KL)
-        self.is_too_far = moved > TOO_FAR
         mean_rate = self._path / self._taken
-        if mean_rate < LEAST_FACTOR * self.rate and not self.is_too_far:
+        if mean_rate < LEAST_FACTOR * self.rate:
             return
         self._sensitivities.append(moved * self.steps / self._taken / mean_rate**2)
         if self.is_searching:
@@ -152,7 +143,7 @@ class AdaptiveRate:
         Args:
             entropy: of the policy in this update, nats per token; 0 if no token was in the loss.
         """
-        if 0 < entropy < math.inf and not self.is_too_far:
+        if 0 < entropy < math.inf:
             self.target_share = min(max(entropy**0.5, LEAST_SHARE), MOST_SHARE)
         if self.is_searching or not self._sensitivities:
             return
@@ -191,8 +182,8 @@ class AdaptiveRate:
     @property
     def metrics(self) -> dict[str, float]:
         """`update_kl`: KL of the update, extrapolated to its last step, nats per token;
-        `target_kl`: its target; `undone`: whether it was too far."""
-        metrics = {"undone": float(self.is_too_far), "target_kl": self.target}
+        `target_kl`: its target."""
+        metrics = {"target_kl": self.target}
         if self._sensitivities:
             mean_rate = self._path / self._taken
             metrics["update_kl"] = self.target * self._sensitivity * mean_rate**2
@@ -200,9 +191,8 @@ class AdaptiveRate:
 
     @property
     def _sensitivity(self) -> float:
-        """The mean over the second half of the steps; after a step too far, the last."""
-        first = len(self._sensitivities) // 2
-        recent = self._sensitivities[-1:] if self.is_too_far else self._sensitivities[first:]
+        """The mean over the second half of the steps."""
+        recent = self._sensitivities[len(self._sensitivities) // 2 :]
         return sum(recent) / len(recent)
 
     def state_dict(self) -> dict[str, Any]:

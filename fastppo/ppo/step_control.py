@@ -16,7 +16,7 @@ from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import LossSums, to_floats
 from fastppo.ppo.optimizer import schedule_factor, set_learning_rate
 from fastppo.ppo.options.config import PPOConfig
-from fastppo.ppo.rate_control import LARGEST_RATE, TOO_FAR, AdaptiveRate
+from fastppo.ppo.rate_control import LARGEST_RATE, AdaptiveRate
 from fastppo.ppo.trained import Trained
 from fastppo.run.optimizer import Optimizer
 
@@ -104,12 +104,16 @@ class StepControl:
         numbers = to_floats({"policy_kl": sums.approx_kl, "loss": sums.loss, **norms})
         policy_kl = numbers.pop("policy_kl")
         self._epoch_kls.append(policy_kl)
-        metrics = {name: x for name, x in numbers.items() if math.isfinite(x)}
-        if self.may_step(policy_kl):
-            metrics["learning_rate"] = self.set_learning_rate()
-            self._take(numbers)
-            # The schedule also counts the steps that an early stop leaves out.
+        if not self.trained.has_signal and not any(numbers[name] for name in norms):
+            # As of a user's objective with no term but the ratio's. AdamW would go on by momentum.
             self._schedule_step += 1
+            return {"loss": numbers["loss"], "learning_rate": self.set_learning_rate()}
+        metrics = {name: x for name, x in numbers.items() if math.isfinite(x)}
+        self.measure(policy_kl)
+        metrics["learning_rate"] = self.set_learning_rate()
+        self._take(numbers)
+        # The schedule also counts the steps that an early stop leaves out.
+        self._schedule_step += 1
         return metrics
 
     def _take(self, numbers: Mapping[str, float]) -> None:
@@ -147,17 +151,12 @@ class StepControl:
 
     @property
     def exceeds_limit(self) -> bool:
-        """Whether the KL of the epoch exceeds `early_stop_kl`."""
+        """Whether the KL of the epoch exceeds `early_stop_kl`, so that the update ends."""
         limit = self.coefficients.early_stop_kl
         return limit is not None and self.policy_kl > limit
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the update ends after this epoch, although others are left."""
-        return self.is_too_far or self.exceeds_limit
-
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """End an update, undo it if it went too far, and return its metrics of the steps.
+        """End an update, and return its metrics of the steps.
 
         Args:
             metrics: of the update's loss.
@@ -183,16 +182,12 @@ class StepControl:
     rate: float | None = None
     """The learning rate, or None if it follows from the options."""
 
-    is_too_far = False
-    """Whether the policy has moved too far, so that the update is undone."""
-
-    def may_step(self, policy_kl: float) -> bool:
-        """Return whether the next step may be taken.
+    def measure(self, policy_kl: float) -> None:
+        """Take a measurement before the next step.
 
         Args:
-            policy_kl: KL to the rollout policy before it, nats per token.
+            policy_kl: KL to the rollout policy, nats per token.
         """
-        return True
 
     def step_taken(self) -> None:
         """Count a step at the current rate."""
@@ -214,7 +209,7 @@ class StepControl:
 
 
 class AutoStepControl(StepControl):
-    """Adapts the learning rate to the KL of the updates, and undoes an update that went too far."""
+    """Adapts the learning rate to the KL of the updates."""
 
     def __init__(
         self, config: PPOConfig, optimizer: Optimizer, warn: Callable[[str, str], None]
@@ -224,29 +219,17 @@ class AutoStepControl(StepControl):
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         super().begin_update(experience, coefficients)
-        # The KL of an update's last step is not measured, so a single step is never undone.
-        if self.trained.by_reward and self.planned_steps > 1:
-            self.optimizer.copy_weights()
         self.adaptive.begin_update(coefficients.step_kl, self.planned_steps)
 
-    def may_step(self, policy_kl: float) -> bool:
+    def measure(self, policy_kl: float) -> None:
         if self.trained.by_reward:
             self.adaptive.before_step(policy_kl)
-        if self.is_too_far:
-            self.warn(
-                f"approx_kl = {policy_kl:.3g} after an optimizer step, above {TOO_FAR:g} times "
-                "target_kl: the update was undone and the learning rate lowered",
-                f"iteration {self.coefficients.iteration + 1}: ",
-            )
-        return not self.is_too_far
 
     def step_taken(self) -> None:
         self.adaptive.step_taken(schedule_factor(self._schedule_step, self.config))
 
     def end_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         ended = super().end_update(metrics) | self.adaptive.metrics
-        if self.is_too_far:
-            self.optimizer.restore_weights()
         self.adaptive.end_update(metrics["entropy"])
         if self.adaptive.is_stuck:
             self.warn(
@@ -259,10 +242,6 @@ class AutoStepControl(StepControl):
     @property
     def rate(self) -> float:  # type: ignore[override]
         return self.adaptive.rate
-
-    @property
-    def is_too_far(self) -> bool:  # type: ignore[override]
-        return self.adaptive.is_too_far
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rate": self.adaptive.state_dict()}

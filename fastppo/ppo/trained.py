@@ -15,8 +15,8 @@ class Trained:
     """Whether the value function is trained. It is unless all responses are masked, and then there
     is no loss at all."""
     has_signal: bool = True
-    """Whether the advantages differ from 0. Without them, only a KL in the loss moves the
-    policy."""
+    """Whether the advantages differ from 0. Without them, only the other terms of the loss
+    move the policy: a KL, an entropy bonus, pretraining text, those of a user's objective."""
 
     @property
     def by_reward(self) -> bool:

@@ -6,8 +6,9 @@ multiplied by σ, and the loss divided by σ². When σ changes, the weights are
 values stay. Neither the clipping of the gradient nor Adam's step then depends on the scale of the
 rewards. `ClosedFormHead` observes the states and returns of an epoch's microbatches and solves a
 regression for the head after the update (`fastppo.ppo.value_regression`); it needs no value loss,
-and nothing of it reaches the policy's trunk. `ExtraCriticEpochs` trains a separate critic for some
-epochs before each update.
+and nothing of it reaches the policy's trunk. `ClosedFormCritic` does the same with the head of a
+separate critic, whose trunk learns by the value loss. `ExtraCriticEpochs` trains a separate critic
+for some epochs before each update.
 
 Source of the scale: van Hasselt et al. 2016 (PopArt, arXiv:1602.07714), here without the shift.
 """
@@ -35,6 +36,36 @@ SCALE_DECAY = 0.8
 
 NEGLIGIBLE = 1e-10
 """A variance below this share of the mean square is rounding error."""
+
+
+class ReturnMoments:
+    """Moments of the returns of a run, for their variance."""
+
+    def __init__(self) -> None:
+        self.moments: Tensor | None = None
+        """Count, sum and sum of squares of the returns so far, decayed, [3] fp64."""
+
+    def add(self, returns: Tensor) -> Tensor:
+        """Add the returns of a batch, [N], and return their variance, 0-d fp64.
+
+        The variance of equal returns is their square.
+        """
+        returns = returns.double()
+        batch = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(1)
+        self.moments = batch if self.moments is None else SCALE_DECAY * self.moments + batch
+        count, total, squares = self.moments
+        mean_square = squares / count
+        variance = mean_square - (total / count).square()
+        return torch.where(variance > NEGLIGIBLE * mean_square, variance, mean_square)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors for a checkpoint."""
+        return {} if self.moments is None else {"return_moments": self.moments}
+
+    def load_tensors(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Restore what `tensors` returned."""
+        if tensors:
+            self.moments = tensors["return_moments"].to(device)
 
 
 class ValueHead:
@@ -81,7 +112,7 @@ class ValueHead:
         """Finish the fit.
 
         Args:
-            numbers: those of `begin_fit`; empty if the update was undone.
+            numbers: those of `begin_fit`.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -99,21 +130,14 @@ class GradientHead(ValueHead):
 
     def __init__(self, parts: Parts) -> None:
         self.value_function = parts.model.value_function
-        self.moments: Tensor | None = None
-        """Count, sum and sum of squares of the returns so far, decayed, [3] fp64."""
+        self.returns = ReturnMoments()
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         """Set σ by the returns of the experience and of those before it."""
         if not experience.trained.value:
             return
-        returns = experience.returns.double()
-        batch = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(1)
-        self.moments = batch if self.moments is None else SCALE_DECAY * self.moments + batch
-        count, total, squares = self.moments
-        mean_square = squares / count
-        variance = mean_square - (total / count).square()
-        # Equal returns have their size as the scale, and returns of 0 leave it as it is.
-        variance = torch.where(variance > NEGLIGIBLE * mean_square, variance, mean_square)
+        variance = self.returns.add(experience.returns)
+        # Returns of 0 leave the scale as it is.
         self._set_scale(torch.where(variance > 0, variance.sqrt(), self.value_function.scale))
 
     @torch.no_grad()
@@ -128,14 +152,13 @@ class GradientHead(ValueHead):
         return coefficients.vf_coef * value / self.value_function.scale.square()
 
     def tensors(self) -> dict[str, Tensor]:
-        if self.moments is None:
-            return {}
-        return {"return_moments": self.moments, "scale": self.value_function.scale}
+        moments = self.returns.tensors()
+        return moments and moments | {"scale": self.value_function.scale}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        scale = self.value_function.scale
+        self.returns.load_tensors(tensors, scale.device)
         if tensors:
-            scale = self.value_function.scale
-            self.moments = tensors["return_moments"].to(scale.device)
             scale.copy_(tensors["scale"])
 
 
@@ -182,6 +205,33 @@ class ClosedFormHead(ValueHead):
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         self.regression.load_tensors(tensors, self.parts.model.value_function.head)
         self.metrics = self.regression.metrics
+
+
+class ClosedFormCritic(ClosedFormHead):
+    """Fits the head of a separate critic, whose trunk learns by the value loss."""
+
+    has_loss = True
+
+    def __init__(self, config: PPOConfig, parts: Parts) -> None:
+        super().__init__(config, parts)
+        self.returns = ReturnMoments()
+        self.variance = torch.ones((), dtype=torch.float64, device=parts.device)
+
+    def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
+        if experience.trained.value:
+            variance = self.returns.add(experience.returns)
+            self.variance = torch.where(variance > 0, variance, 1.0)
+
+    def loss(self, value: Tensor, coefficients: Coefficients) -> Tensor:
+        return coefficients.vf_coef * value / self.variance.to(value.dtype)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | self.returns.tensors()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        moments = {name: x for name, x in tensors.items() if name == "return_moments"}
+        super().load_tensors({name: x for name, x in tensors.items() if name not in moments})
+        self.returns.load_tensors(moments, self.variance.device)
 
 
 class ExtraCriticEpochs(GradientHead):
@@ -239,7 +289,8 @@ def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -
     if config.advantage in CRITIC_FREE:
         return ValueHead()
     if config.fits_value_head:
-        return ClosedFormHead(config, parts)
+        is_critic = config.value_model == "critic"
+        return ClosedFormCritic(config, parts) if is_critic else ClosedFormHead(config, parts)
     if config.critic_only_epochs:
         return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
     return GradientHead(parts)

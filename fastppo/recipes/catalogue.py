@@ -123,6 +123,17 @@ RECIPES = (
         shipped={"calculator_environment.py": "environment.py"},
     ),
     Recipe(
+        name="circles",
+        description="count the red circles in a picture: a small vision-language model made from "
+        "scratch, with a critic",
+        hardware="one core, about 1 GB",
+        minutes="not run",
+        prepare=lazy("circles"),
+        shipped={"circles_reward.py": "reward.py"},
+        packages=("PIL",),
+        install="pip install pillow",
+    ),
+    Recipe(
         name="guess",
         description="GuessTheNumber of TextArena, turn by turn: a small model made from scratch",
         hardware="one core, about 1 GB",

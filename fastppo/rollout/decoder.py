@@ -29,6 +29,13 @@ from torch import Tensor
 
 from fastppo.activity import begin_count, count
 from fastppo.data.batch import on_device
+from fastppo.data.images import (
+    EncodedImages,
+    ImageInputs,
+    encoded_images,
+    rope_positions,
+    without_image_tokens,
+)
 from fastppo.models.cache import GrowingCache, KeptPrefixes, Prefix
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import last_states, takes_padding_mask, trunk_of
@@ -205,6 +212,9 @@ class _LiveRows:
         """[L, 1, 1, columns] bool, for steps of one token; None if the trunk makes its own."""
         if self.is_ragged and self.cache.has_keys_alone and takes_padding_mask(self.trunk):
             self.step_mask = self.mask.bool()[:, None, None]
+        encoded = encoded_images(prompt_ids)
+        if encoded is not None:
+            self.kept = None  # kept entries are found by their tokens
         first_rows, which = distinct(prompt_ids)
         self.length = self._take_kept(len(first_rows))
         # A prompt shared by several rows is read once, and its cache entries are copied.
@@ -213,6 +223,31 @@ class _LiveRows:
         self.which = on_device(which, self.device)
         self.next = on_device(prompts[:, self.length :], self.device)
         self.scratch: Tensor | None = None
+        self.images: ImageInputs | None = None
+        """Images of the prompts until they are read."""
+        self.image_tokens: Tensor | None = None
+        """[L] int64, the id of image tokens; None without images."""
+        if encoded is not None:
+            self._take_images(encoded, mask, first_rows.tolist())
+
+    def _take_images(
+        self, encoded: Sequence[EncodedImages | None], mask: Tensor, first_rows: list[int]
+    ) -> None:
+        """Prepare the images of the distinct prompts, and the positions of M-RoPE.
+
+        Args:
+            mask: [B, columns] int64 on the CPU, 0 on padding.
+        """
+        image_tokens = [-1 if images is None else images.token_id for images in encoded]
+        self.image_tokens = on_device(torch.tensor(image_tokens), self.device)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        rows = torch.arange(len(encoded)).unsqueeze(1).expand_as(places)
+        of_rope = rope_positions(encoded, rows, places)
+        of_prompts = None
+        if of_rope is not None:
+            self.positions = on_device(of_rope, self.device)
+            of_prompts = self.positions[:, self.first_rows, : self.width]
+        self.images = ImageInputs.of([encoded[row] for row in first_rows], of_prompts)
 
     def _take_kept(self, distinct_prompts: int) -> int:
         """Begin with the kept entries if that computes fewer tokens; return the cached columns.
@@ -246,6 +281,7 @@ class _LiveRows:
         is_shared = self.is_shared
         self.is_shared = False
         rows = self.first_rows if is_shared else slice(None)
+        images, self.images = self.images, None  # the cache holds them from now on
         mask = None
         # A recurrent state has no columns that a mask could exclude after the prompts.
         if self.is_ragged and (begin == 0 or self.cache.has_keys):
@@ -256,8 +292,9 @@ class _LiveRows:
             self.trunk,
             self.next[rows],
             attention_mask=mask,
-            position_ids=self.positions[rows, begin : self.length],
+            position_ids=self.positions[..., rows, begin : self.length],
             cache=self.cache,
+            images=images,
         )
         if is_shared:
             self.cache.select(self.which)
@@ -274,6 +311,8 @@ class _LiveRows:
 
     def append(self, tokens: Tensor) -> None:
         """Make tokens [L] the input of the next step."""
+        if self.image_tokens is not None:
+            tokens = without_image_tokens(tokens, self.image_tokens)
         self.next = tokens.unsqueeze(1)
 
     def leave(self, left: Sequence[int], responses: Sequence[Sequence[int]]) -> None:
@@ -288,10 +327,12 @@ class _LiveRows:
         rows = on_device(torch.tensor(left), self.device)
         self.cache.select(rows)
         self.mask = self.mask[rows]
-        self.positions = self.positions[rows]
+        self.positions = self.positions[..., rows, :]
         self.next = self.next[rows]
         if self.step_mask is not None:
             self.step_mask = self.step_mask[rows]
+        if self.image_tokens is not None:
+            self.image_tokens = self.image_tokens[rows]
         if self.uniforms is not None:
             self.uniforms = self.uniforms[rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastppo.data.prompts import Prompts
+from fastppo.models.images import NoImages
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
@@ -10,16 +11,23 @@ class OneTurn:
     """Sample responses of one turn, without an environment.
 
     `fastppo.environments.turns.Turns` has the same interface.
+
+    Args:
+        images: runs the vision tower on the images of the prompts.
     """
 
     name = ""
     has_rewards = False
     max_turns = 1
 
+    def __init__(self, images: NoImages | None = None) -> None:
+        self.images = images or NoImages()
+
     def run(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
     ) -> tuple[Prompts, Rollout]:
-        """Return the prompts and their responses."""
+        """Return the prompts, with the output of the vision tower, and their responses."""
+        prompts = self.images(prompts)
         return prompts, engine.generate(prompts.token_ids, sampling).with_tokens()
 
     def prepare(self, following: Prompts, engine: RolloutEngine) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastppo.data.images import ImagePrompt
 
 
 def check_prompts(prompt_ids: Sequence[Sequence[int]]) -> None:
@@ -23,10 +26,18 @@ def padded_left(prompt_ids: Sequence[Sequence[int]], fill: int) -> tuple[Tensor,
 
 
 def distinct(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return the first row of each distinct prompt [U] and the distinct prompt of each row [B]."""
-    index: dict[tuple[int, ...], int] = {}
-    which = [index.setdefault(tuple(prompt), len(index)) for prompt in prompt_ids]
+    """Return the first row of each distinct prompt [U] and the distinct prompt of each row [B].
+
+    Prompts with other images are distinct.
+    """
+    index: dict[tuple[Any, ...], int] = {}
+    which = [index.setdefault(_key(prompt), len(index)) for prompt in prompt_ids]
     return torch.tensor([which.index(i) for i in range(len(index))]), torch.tensor(which)
+
+
+def _key(prompt: Sequence[int]) -> tuple[Any, ...]:
+    digest = (prompt.images.digest,) if isinstance(prompt, ImagePrompt) else ()
+    return (*prompt, *digest)
 
 
 def batches_of(

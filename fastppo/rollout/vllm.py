@@ -20,7 +20,7 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from fastppo.data.images import ImagePrompt
 from fastppo.data.world import World
 from fastppo.models.adapters import full_state, merged_state
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor
 from fastppo.rollout import (
@@ -163,7 +165,7 @@ class VLLMEngine(RolloutEngine):
         # With one seed per response, a response does not depend on the rest of the batch.
         seeds = torch.randint(2**31, (len(prompt_ids),)).tolist()
         outputs = self.llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids],
+            [as_prompt(prompt) for prompt in prompt_ids],
             [self._sampling_params(seed=seed, **options) for seed in seeds],
             use_tqdm=False,
         )
@@ -199,6 +201,16 @@ class VLLMEngine(RolloutEngine):
         if self._on_gpu and not self._asleep:
             self.llm.sleep(level=SLEEP_LEVEL)
             self._asleep = True
+
+
+def as_prompt(prompt: Sequence[int]) -> dict[str, Any]:
+    """Return a prompt as vLLM takes it. vLLM expands the placeholders of images itself."""
+    if not isinstance(prompt, ImagePrompt) or not prompt.images.sources:
+        return {"prompt_token_ids": list(prompt)}
+    return {
+        "prompt_token_ids": prompt.unexpanded,
+        "multi_modal_data": {"image": prompt.images.open()},
+    }
 
 
 def sampling_options(sampling: Sampling) -> dict[str, Any]:
@@ -260,6 +272,7 @@ def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path
     config.architectures = [type(policy.causal_lm).__name__]
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    save_processor_files(policy.causal_lm, directory)
 
 
 @contextmanager

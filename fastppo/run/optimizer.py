@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from fastppo.models.sharding import full_tensor, local_part
+from fastppo.models.sharding import full_tensor
 
 LEAST_SCALE = 1.0
 """The smallest loss scale. A gradient that still overflows is not the scale's fault."""
@@ -69,7 +69,6 @@ class Optimizer:
         self.overflowed_steps = 0
         self._loss_scale = self.scaler.get_scale()
         """The loss scale when the host last read it. Reading it from a GPU waits."""
-        self._copies: list[Tensor] = []
         self._critic = {id(p) for p in critic}
 
     @property
@@ -156,31 +155,6 @@ class Optimizer:
         for weight, master in pairs:
             master.grad = None
             weight.copy_(master)
-
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Copy this rank's part of the weights to the CPU, for `restore_weights`.
-
-        The memory is kept for the next copy: new memory takes longer than the copy itself. That of
-        a GPU's weights is pinned, so that the host does not wait. The GPU copies before it changes
-        the weights.
-        """
-        parts = [local_part(master) for master in self.masters]
-        if not self._copies:
-            self._copies = [
-                torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda")
-                for part in parts
-            ]
-        for copy, part in zip(self._copies, parts, strict=True):
-            copy.copy_(part, non_blocking=True)
-
-    @torch.no_grad()
-    def restore_weights(self) -> None:
-        """Restore the weights of the latest `copy_weights`. The optimizer's own state stays."""
-        for weight, master, copy in zip(self.weights, self.masters, self._copies, strict=True):
-            local_part(master).copy_(copy, non_blocking=True)
-            if weight is not master:
-                weight.copy_(master)
 
     def metrics(self, overflowed_before: int) -> dict[str, float]:
         """Return the loss scale and the steps that overflowed since; nothing without a scale."""

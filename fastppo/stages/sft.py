@@ -18,8 +18,10 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.datasets import Rows
+from fastppo.data.images import have_images
 from fastppo.functional.scalars import counted
 from fastppo.models.adapters import adapters_of
+from fastppo.models.multimodal import freeze, is_multimodal
 from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -109,12 +111,15 @@ def train_sft(
         embeddings: Any = model.get_input_embeddings()
         check_vocabulary(tokenizer, len(embeddings.weight))
         before = fingerprint.of_model(model)
+        freeze(model)
         peft = adapters_of(model, config)
         policy = LanguageModel(model, peft)
         policy.check_heads()
         limit = row_limit(model, config.max_length)
 
         def encode(rows: Rows, source: str) -> Encoded:
+            if is_multimodal(model.config) and have_images(rows):
+                raise ValueError(f"{source}: fastppo sft reads no images; TRL's SFTTrainer does")
             encoded = encode_demonstrations(rows, tokenizer, limit, source)
             if encoded.truncated:
                 sentence = (

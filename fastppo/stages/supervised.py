@@ -33,6 +33,7 @@ from fastppo.data.files import written_whole
 from fastppo.data.world import World, join
 from fastppo.models.adapters import full_state
 from fastppo.models.device import autocast, busy_cpu, device_name
+from fastppo.models.multimodal import save_processor_files
 from fastppo.models.sharding import reshard_for_update, shard_around
 from fastppo.run import checkpoint, manifest
 from fastppo.run.console import lasting_console
@@ -73,6 +74,7 @@ def save_model(run_dir: str, model: Any, tokenizer: Any) -> None:
     with written_whole(Path(run_dir)) as directory:
         model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)
+        save_processor_files(model, directory)
     manifest.permit(Path(run_dir))
 
 

@@ -121,9 +121,7 @@ def test_runs_of_the_study_of_the_rate_are_kept(
     assert "| bandit |" in printed
     records = json.loads((tmp_path / "bandit" / "auto-new-0.json").read_text())
     assert len(records) == 5
-    assert {"judged", "seconds", "approx_kl", "update_kl", "learning_rate", "undone"} <= set(
-        records[-1]
-    )
+    assert {"judged", "seconds", "approx_kl", "update_kl", "learning_rate"} <= set(records[-1])
     assert (tmp_path / "bandit" / "1e-3-0.json").exists()
     monkeypatch.setattr(learning_rate, "trained", None)
     learning_rate.main([*flags, "--label", "new"])

@@ -82,7 +82,7 @@ GROUPED = random_batch([3, 1, 2, 2])
 GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
 STD_OF_FOUR = (
     torch.tensor([10.0, 1.0, 2.0, 3.0]).std()
-    + 1e-6 * torch.tensor([10.0, 1.0, 2.0, 3.0]).std(correction=0)
+    + 1e-6 * torch.tensor([10.0, 1.0, 2.0, 3.0]).square().mean().sqrt()
 ).item()
 GROUPED_OLD = {
     "old_logprobs": torch.linspace(-3, -1, 8),
@@ -126,7 +126,7 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
 
 
 def test_a_group_is_normalized_by_its_mean_and_standard_deviation() -> None:
-    least = 1e-6 * GROUPED_SCORES.std(correction=0).item()
+    least = 1e-6 * (5.0 / 2) ** 0.5
     unit = 1.5 / (4.5**0.5 + least)
     estimates = _of_groups("group").advantages
     torch.testing.assert_close(estimates, _each([unit, -unit, 0.0, 0.0]))
@@ -148,7 +148,8 @@ def _rows_of(kind: str, function: Any = None, **options: Any) -> Experience:
 
 
 @pytest.mark.parametrize(
-    ("kind", "first"), [("rloo", 3.0), ("group", 1.5 / (4.5**0.5 + 1.5e-6)), ("reinforce", 1.0)]
+    ("kind", "first"),
+    [("rloo", 3.0), ("group", 1.5 / (4.5**0.5 + 1e-6 * 2.5**0.5)), ("reinforce", 1.0)],
 )
 def test_the_rows_of_an_episode_have_its_advantage(kind: str, first: float) -> None:
     second = -2.0 if kind == "reinforce" else -first
@@ -212,6 +213,20 @@ def test_a_group_with_equal_rewards_has_zero_advantages() -> None:
     for kind in ("rloo", "group"):
         advantages = _of_groups(kind, scores, ref=reference, kl_coef=0.1).advantages
         assert (advantages == 0).tolist() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("kind", ["rloo", "group"])
+def test_an_outlier_leaves_the_other_groups_alone(kind: str) -> None:
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    others = _of_groups(kind, scores).advantages[:4]
+    for outlier in (-1e4, -1e7):
+        scores[2] = outlier
+        assert torch.equal(_of_groups(kind, scores).advantages[:4], others)
+
+
+def test_a_small_difference_on_a_large_offset_is_a_signal() -> None:
+    scores = 1e6 + torch.tensor([1.0, 0.0, 0.0, 1.0])
+    assert _of_groups("rloo", scores).advantages.any()
 
 
 @pytest.mark.parametrize("whitening", [False, True])

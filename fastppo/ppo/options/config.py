@@ -285,8 +285,10 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             f"ppo_epochs, {config.ppo_epochs}, got {config.critic.epochs}",
         ),
         (
-            warms_up and not config.fits_value_head and not config.is_used("vf_coef"),
-            "value_warmup_iterations trains only the value function, so vf_coef must be > 0",
+            warms_up
+            and (is_critic_free or (not config.fits_value_head and not config.is_used("vf_coef"))),
+            "value_warmup_iterations trains only the value function: it needs an advantage with "
+            "one, and vf_coef > 0",
         ),
         (
             warms_up

@@ -88,7 +88,10 @@ class ValueOptions(Options):
         needs="value_model=critic or value_head=gradient",
     )
     value_clip: float | None = option(
-        None, "Clip the change of a value in an iteration to this range, in reward units", above=0
+        None,
+        "Clip the change of a value in an iteration to this range, in reward units",
+        above=0,
+        needs="value_model=critic or value_head=gradient",
     )
 
     @property

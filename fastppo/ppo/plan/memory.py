@@ -15,7 +15,6 @@ reference, optimizer states and gradients, with trained weights in fp32. The par
                        saved, and in a rollout the largest tensor); in an update the lm-head
                        and two layers, with their gradients
     gradients          in the update
-    weights before     the copy that undoes an update, for learning_rate=auto on a CPU
     KV cache           at its longest; none with vLLM servers
     vLLM               vLLM's share of the device, instead of a KV cache
     logits             in an update, a chunk of the loss's and the lm-head's gradient; in a rollout,
@@ -181,6 +180,9 @@ class Process:
         self.dtype = self.policy.compute_dtype or loader.dtype
         reference = make_reference(self.policy, None, run.config, loader)
         self.reference = None if reference is None else reference.frozen
+        # Copies of the policy share its vision tower.
+        self.shared_with_reference = shared_bytes(self.policy.causal_lm, self.reference)
+        self.shared_with_critic = shared_bytes(self.policy.causal_lm, self.policy.value_function)
         self.reward_models: list[nn.Module] = []
         loader.dtype = torch.float32
         terms = (*run.config.rewards, *run.config.monitor_rewards, *run.config.reward_ensemble)
@@ -368,9 +370,6 @@ class Process:
         if self.run.is_sharded:
             masters = 0
         parts = {"fp32 masters": masters, "optimizer states": states // self.run.shards}
-        if self.run.device.type == "cpu" and self.config.is_adaptive:
-            # On a GPU, this copy is in the host's memory.
-            parts["weights before"] = self.gradient_bytes
         parts["spare buffers"] = self.spare_bytes()
         return self.weights(self.run.shards, fp32=self.run.is_sharded) | parts
 
@@ -409,12 +408,14 @@ class Process:
                 size = bytes_of([matrix.weight])
                 policy += quantized.bytes_of(matrix.weight.numel()) - size
                 dequantized = max(dequantized, size)
-        reference = 0 if self.reference is None else held(self.reference)
-        value_function = held(self.policy.value_function) // shards
+        reference = 0
+        if self.reference is not None:
+            reference = held(self.reference) - self.shared_with_reference
+        value_function = held(self.policy.value_function) - self.shared_with_critic
         return {
             "policy weights": policy // shards,
             "dequantized": dequantized,
-            "value function": value_function + self.regression_bytes,
+            "value function": value_function // shards + self.regression_bytes,
             "reference": reference // shards,
             "reward models": sum(map(held, self.reward_models)),
         }
@@ -454,6 +455,14 @@ def cache_bytes(cache: Any, rows: int, tokens: int) -> int:
                 of_token = states.shape[1] * states.shape[3] * states.itemsize
                 size += rows * kept * of_token
     return size
+
+
+def shared_bytes(policy: nn.Module, model: nn.Module | None) -> int:
+    """Return the bytes of a model's weights that are also the policy's."""
+    if model is None:
+        return 0
+    weights = {id(p) for p in policy.parameters()}
+    return bytes_of(p for p in model.parameters() if id(p) in weights)
 
 
 def bytes_with_gradients(model: nn.Module) -> int:

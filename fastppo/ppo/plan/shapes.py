@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 # torch documents fake tensors under this name only. The meta device has no autocast.
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
+from fastppo.models.multimodal import auto_class
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.setup.run_models import ModelLoader
 
@@ -96,9 +97,10 @@ class ShapeLoader(ModelLoader):
         chosen = self.config.attn_implementation
         # flash-attn saves what SDPA saves, and cannot be called without a GPU.
         attention = None if chosen == "auto" or chosen.startswith("flash") else chosen
+        config = model_config(name, option)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                model_config(name, option), dtype=self.dtype, attn_implementation=attention
+            return auto_class(config).from_config(
+                config, dtype=self.dtype, attn_implementation=attention
             )
 
     def classifier(self, name: str, option: str) -> Any:

@@ -22,19 +22,25 @@ ADVANTAGES = {
 }
 
 
+TERMS = {
+    "kl_coef": "KL in the reward",
+    "kl_loss_coef": "KL in the loss",
+    "entropy_coef": "entropy bonus",
+    "ptx_coef": "pretraining text",
+}
+
+
 def algorithm_line(config: PPOConfig) -> str:
     """Return a sentence such as "PPO-clip, GAE(1, 0.95), closed-form value head, adamw at a rate
-    that follows 0.02 nats per update"."""
+    that follows 0.02 nats per token"."""
     parts = [OBJECTIVES.get(config.objective, f"the objective {config.objective}")]
     parts.append(_advantage(config))
     if config.advantage not in CRITIC_FREE:
         parts.append(_value_function(config))
-    if config.is_used("kl_coef"):
-        parts.append(f"KL in the reward ({config.kl_coef:g})")
-    if config.is_used("kl_loss_coef"):
-        parts.append(f"KL in the loss ({config.kl_loss_coef:g})")
-    if config.is_used("ptx_coef"):
-        parts.append("pretraining text")
+    for name, term in TERMS.items():
+        if config.is_used(name):
+            scheduled = name in config.scheduled
+            parts.append(f"{term} ({'scheduled' if scheduled else f'{getattr(config, name):g}'})")
     parts.append(f"{config.optimizer} at {_rate(config)}")
     return ", ".join(parts)
 
@@ -50,11 +56,14 @@ def _advantage(config: PPOConfig) -> str:
 
 def _value_function(config: PPOConfig) -> str:
     if config.fits_value_head:
-        return "closed-form value head"
+        critic = "separate critic with a " if config.value_model == "critic" else ""
+        return f"{critic}closed-form value head"
     return "separate critic" if config.value_model == "critic" else "value head by gradient"
 
 
 def _rate(config: PPOConfig) -> str:
+    rate = f"a rate of {config.policy_rate:g}"
     if config.is_adaptive:
-        return f"a rate that follows {config.update_target:g} nats per update"
-    return f"a rate of {config.policy_rate:g}"
+        rate = f"a rate that follows {config.update_target:g} nats per token"
+    decay = "" if config.lr_schedule == "constant" else f", {config.lr_schedule} decay"
+    return rate + decay

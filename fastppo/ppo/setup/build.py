@@ -15,7 +15,8 @@ from fastppo.environments.async_turns import AsyncTurns
 from fastppo.environments.failures import DropFailures, RaiseFailures
 from fastppo.environments.turns import Turns
 from fastppo.models.device import choose_device
-from fastppo.models.packing import choose_packing
+from fastppo.models.images import ImageEncoder, NoImages
+from fastppo.models.packing import choose_packing, trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import check_vocabulary, pad_token_id, stop_token_ids
 from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
@@ -32,6 +33,7 @@ from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.async_engine import AsyncEngine, CopyEngine
 from fastppo.rollout.engines import make_engine
+from fastppo.rollout.generate import GenerateEngine
 from fastppo.rollout.one_turn import OneTurn
 from fastppo.rollout.server import ServerEngine
 from fastppo.rollout.sharing import SharedEngine
@@ -76,6 +78,7 @@ def build(
     set_seed(config.seed)  # the rewards may have drawn random numbers
     models = load_models(config, given, inputs.tokenizer, device)
     policy = models.policy
+    images = read_images(models, inputs)
     # Sets policy.packing.
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
     functions = {name: term.function for name, term in inputs.functions.items()}
@@ -87,6 +90,8 @@ def build(
     engine, engine_note = choose_engine(
         config, engine, policy=policy, tokenizer=inputs.tokenizer, world=world
     )
+    if inputs.processor is not None and isinstance(engine, GenerateEngine):
+        raise ValueError(f"images in prompts need the decoder. {engine_note or ''}".strip())
     if world.size > 1:
         models.shard(world)
         engine = SharedEngine(engine, policy, world)
@@ -113,7 +118,8 @@ def build(
         pretraining=inputs.pretraining,
         scorer=scorer,
         functions=functions,
-        episode_runner=make_episode_runner(config, inputs, calls=calls, world=world),
+        images=images,
+        episode_runner=make_episode_runner(config, inputs, images, calls=calls, world=world),
         context=inputs.context,
         fingerprints=models.fingerprints | inputs.fingerprints,
         notes=[
@@ -177,6 +183,28 @@ def load_models(config: PPOConfig, given: Given, tokenizer: Any, device: torch.d
         stop_token_ids=stop_tokens,
         fingerprints=fingerprints,
     )
+
+
+def read_images(models: Models, inputs: RunInputs) -> NoImages:
+    """Return what runs the vision tower, after a check of its output in the policy.
+
+    Raises:
+        ValueError: the model does not work with the output of its tower, or reference or critic
+            are of another kind.
+    """
+    if inputs.processor is None:
+        return NoImages()
+    encoder = ImageEncoder(models.policy, inputs.processor)
+    for who, trunk in trunks_of(models.policy, models.frozen_reference):
+        if type(trunk) is not type(encoder.trunk):
+            raise ValueError(
+                f"images: {who} is a {type(trunk).__name__}, and reads the output of the policy's "
+                f"vision tower; expected a {type(encoder.trunk).__name__}"
+            )
+    for prompts in (inputs.prompts, inputs.held_out):
+        if prompts is not None:
+            encoder.check(prompts)
+    return encoder
 
 
 def choose_engine(
@@ -253,11 +281,11 @@ def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> S
 
 
 def make_episode_runner(
-    config: PPOConfig, inputs: RunInputs, *, calls: CallOptions, world: World
+    config: PPOConfig, inputs: RunInputs, images: NoImages, *, calls: CallOptions, world: World
 ) -> OneTurn | Turns | AsyncTurns:
     """Return the runner of single-turn responses, or of an environment's turns."""
     if inputs.rewards.environment is None:
-        return OneTurn()
+        return OneTurn(images)
     turns = Turns(
         inputs.rewards.environment.function,
         inputs.tokenizer,

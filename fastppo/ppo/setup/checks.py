@@ -14,6 +14,7 @@ from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.evaluation import random_state_restored
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import explain_out_of_memory
+from fastppo.ppo.parts import Parts
 from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.agreement import rounding_tolerance
 from fastppo.run.options import unused
@@ -51,10 +52,9 @@ def self_check(ppo: PPO) -> None:
         fresh_reference is not None and fresh_reference.is_given
     ):
         fresh_reference = None
-    assert ppo.parts.prompts is not None
     with explain_out_of_memory("the self-check", ppo.config):
         check_on_policy(
-            ppo.parts.prompts,
+            few_prompts(ppo.parts),
             ppo.config,
             model=ppo.model,
             engine=ppo.engine,
@@ -64,6 +64,12 @@ def self_check(ppo: PPO) -> None:
     warnings = [*unused(ppo.config, ppo.parts.passed), *odd_options(ppo.config)]
     for sentence in [*warnings, *busy_cpu(ppo.parts.device)]:
         ppo.reporter.say(sentence, "yellow")
+
+
+def few_prompts(parts: Parts) -> Prompts:
+    """Return a few prompts, with the output of the vision tower for their images."""
+    assert parts.prompts is not None
+    return parts.images(parts.prompts.select(range(min(CHECKED_PROMPTS, len(parts.prompts)))))
 
 
 def check_on_policy(
@@ -85,10 +91,9 @@ def check_on_policy(
     Raises:
         RuntimeError: names the check that fails, and by how much, or why nothing was generated.
     """
-    few = prompts.select(range(min(CHECKED_PROMPTS, len(prompts))))
     try:
         with random_state_restored():
-            rollout = engine.generate(few.token_ids, sampling.shortened(CHECKED_TOKENS))
+            rollout = engine.generate(prompts.token_ids, sampling.shortened(CHECKED_TOKENS))
     except (RolloutError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model may fail in any way with a cache
@@ -96,7 +101,7 @@ def check_on_policy(
             f"self-check: {type(engine).__name__} cannot generate with "
             f"{type(model.causal_lm).__name__}: {type(error).__name__}: {error}"
         ) from error
-    batch = Batch.of(few.token_ids, rollout.tokens, model.device)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, model.device)
     logprobs = model.evaluate(batch, **config.softmax).logprobs
     tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)
     # Sampler and learner pad differently, so they agree only up to rounding errors.

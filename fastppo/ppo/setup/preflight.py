@@ -18,9 +18,12 @@ from transformers import PreTrainedModel
 from fastppo.data import fingerprint
 from fastppo.data.chat import with_template_variables
 from fastppo.data.datasets import Rows, load_rows
+from fastppo.data.images import have_images
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.text import PretrainingText, block_tokens
 from fastppo.data.world import World
+from fastppo.models.images import load_processor
+from fastppo.models.multimodal import is_multimodal
 from fastppo.models.pretrained import causal_lm_config, load_tokenizer, model_config
 from fastppo.plugins.adapters import is_address, load_prompts
 from fastppo.plugins.loading import Plugin
@@ -50,6 +53,11 @@ class Given:
     """Functions or names of `objective`, `advantage` and `optimizer`; None for the config's."""
 
     @property
+    def text_tokenizer(self) -> Any:
+        """The tokenizer, also of a processor."""
+        return getattr(self.tokenizer, "tokenizer", self.tokenizer)
+
+    @property
     def user_functions(self) -> dict[str, Callable[..., Any]]:
         """The functions that are not named, by option."""
         return {name: value for name, value in self.functions.items() if callable(value)}
@@ -68,6 +76,8 @@ class RunInputs:
     """Tokenizer, prompts and rewards of a run."""
 
     tokenizer: Any
+    processor: Any
+    """Processor of a vision-language model; None if no prompt has images."""
     context: int | None
     """Longest sequence, tokens: the shortest context of policy, reference and critic."""
     prompts: Prompts | None
@@ -121,10 +131,11 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         check_user_engine(config, functions["rollout"].function)
     user_optimizer = functions.get("optimizer")
     check_optimizer(config, None if user_optimizer is None else user_optimizer.function)
-    tokenizer = given.tokenizer or load_tokenizer(config.model)
+    tokenizer = given.text_tokenizer or load_tokenizer(config.model)
     if config.chat_template_kwargs:
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
     check_vocabularies(config, tokenizer)
+    processor = choose_processor(config, given, [rows, held_out_rows], tokenizer)
     room = prompt_room(context, config.max_new_tokens)
     rewards = load_rewards(config, given.rewards, given.monitor_rewards, given.environment)
 
@@ -132,7 +143,12 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         if these is None:
             return None
         prompts = encode_prompts(
-            these, tokenizer, column=config.prompt_column, max_prompt_tokens=room, source=source
+            these,
+            tokenizer,
+            column=config.prompt_column,
+            max_prompt_tokens=room,
+            source=source,
+            processor=processor,
         )
         rewards.check(source, prompts, world.size)
         return prompts
@@ -151,6 +167,7 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         )
     return RunInputs(
         tokenizer=tokenizer,
+        processor=processor,
         context=context,
         prompts=prompts,
         held_out=held_out,
@@ -221,6 +238,41 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
             f"{context} tokens"
         )
     return (context or 2**31) - max_new_tokens
+
+
+def choose_processor(
+    config: PPOConfig, given: Given, rows: Sequence[Rows | None], tokenizer: Any
+) -> Any:
+    """Return the processor of a vision-language model; None if no prompt has images.
+
+    A model of text passes columns of images on to the rewards.
+
+    Args:
+        rows: prompts and held-out prompts.
+
+    Raises:
+        ValueError: an option does not work with images, or the processor cannot be loaded.
+    """
+    model = given.model.config if given.model is not None else model_config(config.model)
+    column = config.prompt_column
+    if not is_multimodal(model) or not any(have_images(x, column) for x in rows if x is not None):
+        return None
+    if config.environment or given.environment is not None:
+        raise ValueError("environment: images in prompts are for single turns")
+    if config.rollout in ("generate", "server"):
+        raise ValueError(
+            f"rollout={config.rollout} takes no images in prompts: use rollout=decoder or vllm"
+        )
+    if config.async_steps:
+        raise ValueError("async_steps=1 takes no images in prompts")
+    if given.tokenizer is not None and given.text_tokenizer is not given.tokenizer:
+        processor = given.tokenizer
+    else:
+        name = config.model or given.model.name_or_path  # type: ignore[union-attr]
+        processor = load_processor(name or "", tokenizer, model)
+    if processor.tokenizer.chat_template is None:
+        processor.tokenizer.chat_template = getattr(processor, "chat_template", None)
+    return processor
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: Any) -> None:

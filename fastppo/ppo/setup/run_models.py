@@ -14,6 +14,7 @@ from fastppo.models import quantized
 from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
 from fastppo.models.head import lm_head_of
+from fastppo.models.multimodal import freeze, language_trunk, not_quantized
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     is_sequence_classifier,
@@ -62,7 +63,7 @@ class ModelLoader:
         settings = None
         if quantization != "none":
             products = compute_dtype(self.config.precision, self.device) or self.dtype
-            settings = quantized.nf4_config(products)
+            settings = quantized.nf4_config(products, not_quantized(model_config(name, option)))
         model = load_causal_lm(
             name,
             dtype=self.dtype,
@@ -84,10 +85,13 @@ class ModelLoader:
 def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoader) -> ActorCritic:
     """Build policy and value function on `causal_lm`, and add adapters to it.
 
+    A vision tower is frozen.
+
     Raises:
         ValueError: the heads do not give the model's own logits; the value function does not fit;
             trained weights of fp16 are not in fp32.
     """
+    freeze(causal_lm)
     peft = adapters_of(causal_lm, config)
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
@@ -98,7 +102,8 @@ def make_policy(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
     if not is_empty(policy):
         policy.check_heads()
     if peft is not None:
-        cast_frozen(trunk_of(causal_lm), products)
+        # The vision tower keeps its bits in the saved policy.
+        cast_frozen(language_trunk(causal_lm), products)
     policy.set_training(config.gradient_checkpointing)
     if config.precision == "fp16":
         for name, parameter in policy.named_parameters():
@@ -145,6 +150,7 @@ def make_critic(causal_lm: PreTrainedModel, config: PPOConfig, loader: ModelLoad
         critic = critic_of_reward_model(loader.classifier(name, "critic_model"), name)
     else:
         model = loader.causal_lm(name, "critic_model")
+        freeze(model)
         critic = CriticValue(trunk_of(model), lm_head_of(model).weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)

@@ -16,17 +16,18 @@ from fastppo.ppo.setup.algorithm_line import algorithm_line
         (
             {"kl_coef": 0.0},
             "PPO-clip, GAE(1, 0.95), closed-form value head, adamw at a rate that follows 0.02 "
-            "nats per update",
+            "nats per token",
         ),
         (
-            {"value_head": "gradient", "learning_rate": 1e-5},
-            "PPO-clip, GAE(1, 0.95), value head by gradient, KL in the reward (0.05), adamw at a "
-            "rate of 1e-05",
+            {"value_head": "gradient", "learning_rate": 1e-5, "lr_schedule": "linear"}
+            | {"entropy_coef": 0.01, "kl_coef": 0.0, "schedules": ["kl_coef=linear:0.1"]},
+            "PPO-clip, GAE(1, 0.95), value head by gradient, KL in the reward (scheduled), entropy "
+            "bonus (0.01), adamw at a rate of 1e-05, linear decay",
         ),
         (
             {"advantage": "group", "samples_per_prompt": 4, "kl_coef": 0.0, "kl_loss_coef": 0.04},
             "PPO-clip, group-normalized rewards (GRPO), KL in the loss (0.04), adamw at a rate "
-            "that follows 0.02 nats per update",
+            "that follows 0.02 nats per token",
         ),
     ],
     ids=["defaults", "gradient", "group"],

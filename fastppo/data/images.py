@@ -1,0 +1,375 @@
+"""Images in prompts.
+
+A row has its images in the column `images` (a list) or `image` (one), or within the content parts
+of its messages. An image is a path, the bytes of a file, or an image of Pillow. `ImagePrompt` is
+the prompt's token ids with its images, so that whatever passes prompts on passes images on, too.
+The vision tower is frozen: a model reads the images of a prompt once per iteration, and its output
+(`EncodedImages`) is an input of policy, reference and critic in all epochs.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.datasets import DataError, Rows
+from fastppo.functional.scalars import describe
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COLUMNS = ("images", "image")
+"""Columns that hold images."""
+
+THUMBNAIL = 96
+"""Largest width and height of a thumbnail, pixels."""
+
+PART = {"type": "image"}
+"""Placeholder of an image in the content of a message."""
+
+
+class EncodedImages(NamedTuple):
+    """Output of the vision tower for the images of one prompt."""
+
+    features: Tensor
+    """Embeddings of the n image tokens, [n, H]."""
+    deepstack: tuple[Tensor, ...]
+    """What the first layers of the language model add at the image tokens, [n, H] each."""
+    positions: Tensor | None
+    """Positions of the prompt's tokens in time, height and width (M-RoPE), [3, S] int64 on the CPU;
+    None for models with plain positions."""
+    token_id: int
+    """Id of an image token."""
+    kind: Any
+    """Class of the tower's output in transformers."""
+
+
+class ImageInputs(NamedTuple):
+    """Images of a batch of sequences, as a trunk reads them."""
+
+    features: Tensor
+    """Embeddings of the image tokens of all sequences in turn, [n, H]."""
+    deepstack: tuple[Tensor, ...]
+    position_ids: Tensor | None
+    """Position in the text, then in time, height and width: [4, B, S] int64."""
+    kind: Any
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keywords of transformers' trunks."""
+        more: dict[str, Any] = {}
+        if self.deepstack:
+            more["deepstack_features"] = [[features] for features in self.deepstack]
+        output = self.kind(pooler_output=[self.features], **more)
+        keywords: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
+        if self.position_ids is not None:
+            keywords["position_ids"] = self.position_ids
+        return keywords
+
+    @classmethod
+    def of(
+        cls, encoded: Sequence[EncodedImages | None], position_ids: Tensor | None = None
+    ) -> ImageInputs | None:
+        """Join the images of several sequences; None if there are none.
+
+        Args:
+            position_ids: [4, B, S] int64, for models with M-RoPE.
+        """
+        given = [images for images in encoded if images is not None and len(images.features)]
+        if not given:
+            return None
+        return cls(
+            features=torch.cat([images.features for images in given]),
+            deepstack=tuple(map(torch.cat, zip(*(x.deepstack for x in given), strict=True))),
+            position_ids=position_ids,
+            kind=given[0].kind,
+        )
+
+
+def rope_positions(
+    encoded: Sequence[EncodedImages | None], rows: Tensor, positions: Tensor
+) -> Tensor | None:
+    """Return the positions of tokens in the text, in time, height and width, [4, …] int64.
+
+    After the prompt, all four count tokens; the last three begin after the prompt's largest.
+
+    Args:
+        encoded: of B sequences.
+        rows, positions: the sequence of each token, and its place there, […] int64 on the CPU.
+
+    Returns:
+        None for models with plain positions.
+    """
+    if all(images is None or images.positions is None for images in encoded):
+        return None
+    longest = int(positions.max()) + 1
+    table = torch.arange(longest).expand(3, len(encoded), longest).clone()
+    for row, images in enumerate(encoded):
+        if images is not None and images.positions is not None:
+            tokens = images.positions.shape[1]
+            table[:, row, tokens:] += int(images.positions.max()) + 1 - tokens
+            table[:, row, :tokens] = images.positions
+    return torch.cat([positions.unsqueeze(0), table[:, rows, positions]])
+
+
+def without_image_tokens(tokens: Tensor, image_tokens: Tensor) -> Tensor:
+    """Replace image tokens that the policy generated, since no image belongs to them.
+
+    Args:
+        tokens: generated tokens, [n] int64.
+        image_tokens: the id of image tokens for each of them, −1 if there is none, [n].
+    """
+    replacement = (image_tokens == 0).long()
+    return torch.where(tokens == image_tokens, replacement, tokens)
+
+
+# ------------------------------------------------------------------------------------- the prompts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowImages:
+    """Images of a row."""
+
+    sources: tuple[Any, ...]
+    """Paths, bytes, or images of Pillow."""
+    digest: str
+    """Fingerprint of the images' bytes."""
+
+    @classmethod
+    def of(cls, sources: Sequence[Any], where: str) -> RowImages:
+        """Check the images of a row.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        digest = hashlib.sha256()
+        plain = tuple(_source(source) for source in sources)
+        for source in plain:
+            image = open_image(source, where)
+            digest.update(f"{image.size} ".encode() + image.tobytes())
+        return cls(plain, digest.hexdigest())
+
+    def open(self) -> list[Image]:
+        """Return the images in RGB."""
+        return [open_image(source, "images") for source in self.sources]
+
+    def thumbnails(self) -> list[str]:
+        """Return small copies as data URIs, for records and the report."""
+        uris = []
+        for image in self.open():
+            image.thumbnail((THUMBNAIL, THUMBNAIL))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            uris.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+        return uris
+
+
+class ImagePrompt(list[int]):
+    """Token ids of a prompt of a run with images. The prompt may have none.
+
+    Attributes:
+        images: the images.
+        text: the prompt with one placeholder per image.
+        unexpanded: token ids with one placeholder per image.
+    """
+
+    def __init__(
+        self, ids: Sequence[int], images: RowImages, text: str, unexpanded: list[int]
+    ) -> None:
+        super().__init__(ids)
+        self.images = images
+        self.text = text
+        self.unexpanded = unexpanded
+        self._encoded: EncodedImages | None = None
+
+    @property
+    def encoded(self) -> EncodedImages:
+        """Output of the vision tower.
+
+        Raises:
+            RuntimeError: no tower has read the images.
+        """
+        if self._encoded is None:
+            raise RuntimeError("the images of a prompt have not been read by the vision tower")
+        return self._encoded
+
+    def with_encoded(self, encoded: EncodedImages) -> ImagePrompt:
+        """Return a copy with the output of the vision tower."""
+        prompt = ImagePrompt(self, self.images, self.text, self.unexpanded)
+        prompt._encoded = encoded
+        return prompt
+
+
+def encoded_images(prompts: Sequence[Sequence[int]]) -> tuple[EncodedImages | None, ...] | None:
+    """Return the tower's output for each prompt; None if no prompt has images."""
+    if not any(isinstance(prompt, ImagePrompt) for prompt in prompts):
+        return None
+    return tuple(x.encoded if isinstance(x, ImagePrompt) else None for x in prompts)
+
+
+def have_images(rows: Rows, column: str = "prompt") -> bool:
+    """Return whether rows have images, or placeholders of images in their prompts.
+
+    Args:
+        column: name of the prompt column.
+    """
+    return any(
+        any(row.get(name) not in (None, []) for name in COLUMNS) or _placeholders(row.get(column))
+        for row in rows
+    )
+
+
+def encode_image_prompt(
+    row: Mapping[str, Any], processor: Any, column: str, where: str
+) -> tuple[Any, ImagePrompt]:
+    """Tokenize the prompt of a row with the model's processor.
+
+    Args:
+        column: name of the prompt column.
+        where: the start of an error message.
+
+    Returns:
+        (the prompt with placeholders alone, its token ids).
+
+    Raises:
+        DataError: the number of images is not that of the placeholders, an image cannot be read, or
+            the processor rejects the prompt.
+    """
+    prompt: Any = row.get(column)
+    sources = _images_of(row)
+    tokenizer = processor.tokenizer
+    options: dict[str, Any] = {}
+    if is_chat(prompt):
+        prompt, within = _split_messages(prompt, len(sources), where)
+        if sources and within:
+            raise DataError(f"{where}: images are both in a column and in the messages")
+        sources = sources or within
+        if _placeholders(prompt) != len(sources):
+            raise DataError(
+                f"{where}: {len(sources)} images for {_placeholders(prompt)} placeholders"
+            )
+        text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
+        options["add_special_tokens"] = False
+    elif isinstance(prompt, str) and prompt.strip():
+        text = prompt
+    else:
+        raise DataError(
+            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
+            f"got {describe(prompt)}"
+        )
+    placeholders = text.count(processor.image_token)
+    if placeholders != len(sources):
+        raise DataError(
+            f"{where}: expected one {processor.image_token} per image in the prompt's text, got "
+            f"{placeholders} for {len(sources)} images"
+        )
+    unexpanded = list(tokenizer(text, **options)["input_ids"])
+    images = RowImages.of(sources, where)
+    if not sources:
+        return prompt, ImagePrompt(unexpanded, images, text, unexpanded)
+    try:
+        ids = processor(text=[text], images=[images.open()], **options)["input_ids"][0]
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{where}: the processor rejects the prompt: {error}") from error
+    return prompt, ImagePrompt(list(map(int, ids)), images, text, unexpanded)
+
+
+def open_image(source: Any, where: str) -> Image:
+    """Return an image in RGB; raise DataError if it cannot be read.
+
+    Args:
+        source: a path, bytes, or an image of Pillow.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("images in prompts need Pillow: pip install pillow") from error
+    if isinstance(source, Image.Image):
+        return source.convert("RGB")
+    if not isinstance(source, (str, Path, bytes)):
+        raise DataError(
+            f"{where}: an image must be a path, bytes or an image of Pillow, got {describe(source)}"
+        )
+    file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(f"{where}: the image cannot be read: {error}") from error
+
+
+def _source(value: Any) -> Any:
+    """Return the path or the bytes of an image as `datasets` stores it; others as they are."""
+    if isinstance(value, Mapping):
+        return value.get("bytes") or value.get("path")
+    return value
+
+
+def _images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a row."""
+    images: list[Any] = []
+    for name in COLUMNS:
+        value = row.get(name)
+        if isinstance(value, (list, tuple)):
+            images += value
+        elif value is not None:
+            images.append(value)
+    return images
+
+
+def _placeholders(prompt: Any) -> int:
+    """Count the image parts of messages."""
+    if not is_chat(prompt):
+        return 0
+    contents = [message["content"] for message in prompt]
+    return sum(
+        isinstance(part, Mapping) and part.get("type") == "image"
+        for content in contents
+        if isinstance(content, (list, tuple))
+        for part in content
+    )
+
+
+def _split_messages(
+    messages: Sequence[Mapping[str, Any]], count: int, where: str
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages whose contents are lists of parts, and the images within them.
+
+    If no message has a placeholder, those of the `count` images begin the first message of the
+    user.
+
+    Raises:
+        DataError: a part is neither text nor an image.
+    """
+    images: list[Any] = []
+    split: list[dict[str, Any]] = []
+    missing = 0 if _placeholders(messages) else count
+    for message in messages:
+        content = message["content"]
+        parts: list[Any] = [{"type": "text", "text": content}]
+        if isinstance(content, (list, tuple)):
+            parts = []
+            for part in content:
+                if isinstance(part, Mapping) and part.get("type") not in ("text", "image"):
+                    raise DataError(
+                        f"{where}: a part of a message must be text or an image, got "
+                        f"{describe(part.get('type'))}"
+                    )
+                is_image = isinstance(part, Mapping) and part.get("type") == "image"
+                if is_image and part.get("image") is not None:
+                    images.append(part["image"])
+                parts.append(dict(PART) if is_image else part)
+        if message["role"] == "user" and missing:
+            parts = [dict(PART) for _ in range(missing)] + parts
+            missing = 0
+        split.append({**message, "content": parts})
+    return split, images

@@ -1,0 +1,137 @@
+"""Runs whose prompts have images, with a critic: data, rollout, update, policy and report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import tiny_vision
+import torch
+from safetensors.torch import load_file
+
+from fastppo.models.images import NoImages
+from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout.vllm import as_prompt
+from fastppo.run.log import read_jsonl
+from fastppo.run.report.report import write_report
+
+OPTIONS: dict[str, Any] = {
+    "rollout_batch_size": 6,
+    "samples_per_prompt": 2,
+    "microbatch_size": 3,
+    "kl_coef": 0.1,
+    "value_model": "critic",
+}
+
+
+def _trainer(architecture: str, tmp_path: Path, **more: Any) -> PPOTrainer:
+    directory = tiny_vision.saved_model(tmp_path / "model", architecture)
+    options = tiny.options(tmp_path, model=directory, **OPTIONS | more)
+    return PPOTrainer(
+        PPOConfig(**options),
+        tokenizer=tiny_vision.tokenizer(chat=True),
+        prompts=tiny_vision.rows(architecture),
+        rewards=[tiny.every_other],
+    )
+
+
+@pytest.mark.parametrize("architecture", ["idefics3", "qwen3_vl"])
+def test_a_run_reads_each_image_once_per_iteration(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(architecture, tmp_path)
+    calls: list[str] = []
+    encode = trainer.parts.images.encode
+    monkeypatch.setattr(
+        trainer.parts.images, "encode", lambda ids: calls.append(ids.text) or encode(ids)
+    )
+    metrics = trainer.train()
+    # All three prompts in the self-check and in each of two iterations, of two epochs each.
+    assert len(calls) == 3 * 3
+    assert metrics["approx_kl"] > 0
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert not [name for name in changed if "vision" in name or "visual" in name]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    counts = {len(sample.get("images", [])) for sample in samples}
+    assert counts == {0, 1, 2}
+    write_report(tmp_path / "run")
+    report = (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert any(image in report for sample in samples for image in sample.get("images", []))
+
+
+@pytest.mark.parametrize("architecture", ["smolvlm", "qwen2_5_vl"])
+def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> None:
+    trainer = _trainer(architecture, tmp_path, ppo_epochs=1, minibatches=1, iterations=1)
+    metrics = trainer.train()
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"rollout": "generate"}, "rollout"),
+        ({"rollout": "server", "engine_options": {"urls": ["http://127.0.0.1:1"]}}, "rollout"),
+        ({"environment": "environments:Exact"}, "environment"),
+        ({"async_steps": 1}, "async_steps"),
+        ({"critic_model": "a model of text"}, "critic"),
+    ],
+    ids=["generate", "server", "environment", "async", "critic"],
+)
+def test_what_takes_no_images_is_refused(more: dict[str, Any], named: str, tmp_path: Path) -> None:
+    if "critic_model" in more:
+        more = {"critic_model": tiny.saved_reward_model(tmp_path / "critic")}
+        # Its vocabulary is the policy's, without the tokens of images.
+        words = tiny_vision.tokenizer(chat=True)
+        words.save_pretrained(tmp_path / "critic")
+    with pytest.raises(ValueError, match=named):
+        _trainer("idefics3", tmp_path, **more)
+
+
+def test_a_processor_that_was_passed_in_is_saved_with_the_policy(tmp_path: Path) -> None:
+    config = PPOConfig(**tiny.options(tmp_path, **OPTIONS))
+    trainer = PPOTrainer(
+        config,
+        model=tiny_vision.model("idefics3"),
+        tokenizer=tiny_vision.processor("idefics3"),
+        prompts=tiny_vision.rows("idefics3"),
+        rewards=[tiny.every_other],
+    )
+    trainer.save_policy(tmp_path / "policy")
+    assert (tmp_path / "policy" / "processor_config.json").is_file()
+    assert (tmp_path / "policy" / "tokenizer.json").is_file()
+
+
+def test_a_text_model_passes_images_on_to_the_rewards(tmp_path: Path) -> None:
+    rows = [{**row, "image": "photo.png"} for row in tiny.PROMPTS]
+    config = PPOConfig(**tiny.options(tmp_path))
+    trainer = PPOTrainer(
+        config,
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=rows,
+        rewards=[tiny.every_other],
+    )
+    assert type(trainer.parts.images) is NoImages
+    assert trainer.parts.prompts is not None
+    assert set(trainer.parts.prompts.columns["image"]) == {"photo.png"}
+
+
+def test_vllm_gets_the_images_and_unexpanded_prompts() -> None:
+    _, prompts = tiny_vision.encoder("idefics3")
+    one, _, text = (as_prompt(ids) for ids in prompts.token_ids)
+    token = tiny_vision.IDS["<image>"]
+    assert one["prompt_token_ids"].count(token) == 1
+    assert prompts.token_ids[0].count(token) == 4
+    (image,) = one["multi_modal_data"]["image"]
+    assert image.size == (24, 40)
+    assert text == {"prompt_token_ids": list(prompts.token_ids[2])}
+    assert as_prompt([4, 5]) == {"prompt_token_ids": [4, 5]}
