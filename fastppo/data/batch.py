@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastppo.data.images import (
+from fastppo.data.image_inputs import (
     EncodedImages,
     ImageInputs,
-    encoded_images,
     rope_positions,
     without_image_tokens,
 )
+from fastppo.data.images import encoded_images
 
 
 class Packing(NamedTuple):

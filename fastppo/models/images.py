@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor, AutoProcessor
 
-from fastppo.data.images import EncodedImages, ImageInputs, ImagePrompt, rope_positions
+from fastppo.data.image_inputs import EncodedImages, ImageInputs, rope_positions
+from fastppo.data.images import ImagePrompt
 from fastppo.data.prompts import Prompts
 from fastppo.models.multimodal import PROCESSOR_FILES
 from fastppo.models.policy import LanguageModel

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Packing
-from fastppo.data.images import ImageInputs
+from fastppo.data.image_inputs import ImageInputs
 from fastppo.models.attention import (
     has_wrapped_attention,
     mark,

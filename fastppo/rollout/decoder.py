@@ -29,13 +29,13 @@ from torch import Tensor
 
 from fastppo.activity import begin_count, count
 from fastppo.data.batch import on_device
-from fastppo.data.images import (
+from fastppo.data.image_inputs import (
     EncodedImages,
     ImageInputs,
-    encoded_images,
     rope_positions,
     without_image_tokens,
 )
+from fastppo.data.images import encoded_images
 from fastppo.models.cache import GrowingCache, KeptPrefixes, Prefix
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import last_states, takes_padding_mask, trunk_of

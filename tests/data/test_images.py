@@ -13,14 +13,8 @@ import torch
 from PIL import Image
 
 from fastppo.data.datasets import DataError
-from fastppo.data.images import (
-    EncodedImages,
-    ImagePrompt,
-    RowImages,
-    have_images,
-    rope_positions,
-    without_image_tokens,
-)
+from fastppo.data.image_inputs import EncodedImages, rope_positions, without_image_tokens
+from fastppo.data.images import ImagePrompt, RowImages, have_images
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.rollout.prompts import distinct
 

@@ -16,6 +16,7 @@ from fastppo.ppo.setup.checks import (
     CHECKED_PROMPTS,
     CHECKED_TOKENS,
     check_on_policy,
+    few_prompts,
     self_check,
 )
 from fastppo.rollout.agreement import rounding_tolerance
@@ -51,7 +52,7 @@ def test_the_self_check_is_short_and_leaves_the_random_state(tmp_path: Path) -> 
 
     state = torch.get_rng_state()
     check_on_policy(
-        trainer.parts.prompts,
+        few_prompts(trainer.parts),
         trainer.config,
         model=trainer.model,
         engine=Watched(trainer.engine, note),
