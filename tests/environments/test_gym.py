@@ -289,5 +289,5 @@ def test_gem_and_minigrid_run() -> None:
     game = term.function()
     assert '"mission": "get to the green goal square"' in game.reset("x", seed=0)
     moves = [game.step(action) for action in "22122"]  # forward, forward, right, forward, forward
-    assert [done for _, _, done in moves] == [False] * 4 + [True]
+    assert [move[2] for move in moves] == [False] * 4 + [True]
     assert moves[-1][1] > 0.9
