@@ -184,10 +184,14 @@ def _end_of(spec: str, row: dict[str, Any], turns: list[str]) -> Any:
     async def run_episodes() -> Any:
         session = _sessions(spec)()
         try:
-            assert await session.reset(**row) == row["prompt"]
+            assert (await session.reset(**row)).messages == row["prompt"]
             for turn in turns[:-1]:
-                observation = [{"role": "user", "content": "no, again"}]
-                assert await session.step(_turn(turn)) == (observation, 0.0, False)
+                conversation, *others = await session.step(_turn(turn))
+                assert conversation.messages[-2:] == [
+                    {"role": "assistant", "content": turn},
+                    {"role": "user", "content": "no, again"},
+                ]
+                assert others == [0.0, False]
             return await session.step(_turn(turns[-1]))
         finally:
             await session.close()
