@@ -104,7 +104,8 @@ class StepControl:
         numbers = to_floats({"policy_kl": sums.approx_kl, "loss": sums.loss, **norms})
         policy_kl = numbers.pop("policy_kl")
         self._epoch_kls.append(policy_kl)
-        if not self.trained.has_signal and not any(numbers[name] for name in norms):
+        is_zero = not any(numbers[name] for name in norms if name != "loss_scale")
+        if is_zero and not self.trained.has_signal:
             # As of a user's objective with no term but the ratio's. AdamW would go on by momentum.
             self._schedule_step += 1
             return {"loss": numbers["loss"], "learning_rate": self.set_learning_rate()}

@@ -386,13 +386,14 @@ def test_without_a_signal_an_entropy_bonus_moves_the_policy(coef: float, tmp_pat
         assert entropies[-1] > 1.1 * entropies[0]
 
 
-def test_without_a_signal_momentum_does_not_move_the_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_without_a_signal_momentum_does_not_move_the_policy(precision: str, tmp_path: Path) -> None:
     """A user's objective without another term has a gradient of 0, and AdamW has moments."""
 
     def objective(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor):
         return -(logprobs - old_logprobs).exp() * advantages
 
-    trainer = make_trainer(tmp_path, objective=objective, kl_coef=0.0)
+    trainer = make_trainer(tmp_path, objective=objective, kl_coef=0.0, precision=precision)
     given = [[4, 5]] * 4, [[6, 1], [7, 1], [8, 1], [9, 1]]
     trainer.step(*given, [0.0, 1.0, 2.0, 3.0])
     policy = [*trainer.model.causal_lm.parameters()]
