@@ -32,7 +32,7 @@ BF16: dict[str, Any] = {"precision": "bf16", "iterations": 1}
 SHORT: dict[str, Any] = {"rollout_batch_size": 8, "max_new_tokens": 6, "ppo_epochs": 1}
 """Two iterations of two steps."""
 NARROW_CRITIC = NARROW | {"value_model": "critic", "value_learning_rate": 1e-4}
-FITTED = {"value_model": "critic", "value_head": "closed_form", "critic_options": {"epochs": 2}}
+FITTED = {"value_model": "critic", "value_head": "closed_form"}
 CRITIC = WIDE | SHORT | FITTED | {"truncated": "bootstrap"}
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.rate_tasks import (
+    LETTERS,
     SYMBOLS,
     Reward,
     Setup,
@@ -26,7 +27,6 @@ from benchmarks.studies.rate_tasks import (
     taught_model,
 )
 
-LETTERS = "abcdefgh"
 AFTER = dict(zip(LETTERS, LETTERS[1:] + LETTERS[:1], strict=True))
 
 
@@ -166,7 +166,7 @@ def half_right(models: Path, seed: int, name: str, **lengths: int) -> tuple[str,
 def siblings(models: Path, seed: int) -> Setup:
     """Sort three digits, 0/1, with advantages within groups of eight."""
     model, prompts = half_right(models, seed, "digits")
-    group: dict[str, Any] = {"advantage": "group", "samples_per_prompt": 8, "vf_coef": 0.0}
+    group: dict[str, Any] = {"advantage": "group", "samples_per_prompt": 8}
     return small_setup(model, prompts, as_reward(is_word), 4, **group)
 
 

@@ -94,7 +94,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lam: 1": {"lam": 1.0},
     "lam: 0.8": {"lam": 0.8},
     "whiten_advantages: false": {"whiten_advantages": False},
-    "step_kl: 0.02": {"step_kl": 0.02},
+    "step_kl: 0.01": {"step_kl": 0.01},
     "step_kl: 0.05": {"step_kl": 0.05},
     "step_kl: 0.1": {"step_kl": 0.1},
     "turn_gae, lam: 0.95": {"advantage": "turn_gae"},
@@ -179,11 +179,8 @@ def trained(run: Run, models: Path) -> Records:
     with tempfile.TemporaryDirectory() as output:
         trainer, judged = make_trainer(run, models, output)
         start = time.process_time()
-        while (
-            (records[-1]["seconds"] if records else 0.0) < SECONDS
-            if is_timed
-            else (len(records) < LENGTHS["long"])
-        ):
+        seconds = 0.0
+        while seconds < SECONDS if is_timed else len(records) < LENGTHS["long"]:
             metrics = iterate(trainer)
             seconds = time.process_time() - start
             mean, deviation = judged(metrics)
@@ -215,15 +212,15 @@ class Store(NamedTuple):
         """Make the missing runs in `jobs` processes."""
         missing = [run for run in runs if not run.path(self.of(run)).exists()]
         models = self.fixed / "models"
-        todo = [(run, self.of(run), models) for run in missing]
         if jobs == 1:
-            for each in todo:
-                make_records(*each)
-        else:
-            for task, seed in dict.fromkeys((run.task, run.seed) for run in missing):
-                TASKS[task].setup(models, seed)  # prepares data and model once
-            with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-                pool.starmap(make_records, todo, chunksize=1)
+            for run in missing:
+                make_records(run, self.of(run), models)
+            return
+        for task, seed in dict.fromkeys((run.task, run.seed) for run in missing):
+            TASKS[task].setup(models, seed)  # prepares data and model once
+        todo = [(run, self.of(run), models) for run in missing]
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            pool.starmap(make_records, todo, chunksize=1)
 
     def read(self, runs: Sequence[Run]) -> dict[Run, Records]:
         """Return the records of the runs that exist."""
@@ -317,14 +314,16 @@ def print_comparison(records: dict[Run, Records], auto: str) -> None:
                 continue
             timed = of_time[each.task]
             for name, comparison in (("iterations", each), ("CPU time", timed)):
-                shares[name] += [x for x in [comparison.share(auto)] if not math.isnan(x)]
+                share = comparison.share(auto)
+                if not math.isnan(share):
+                    shares[name].append(share)
                 below[name] += comparison.below[auto]
             cells = [
                 _cell(each, setting) if setting in each.results else "not run"
                 for setting in (auto, *FIXED)
             ]
-            share = [f"{100 * x.share(auto):.0f} %" for x in (each, timed)]
-            rows[each.task] = [f"{each.start:.3f}", *cells, *share]
+            percent = [f"{100 * x.share(auto):.0f} %" for x in (each, timed)]
+            rows[each.task] = [f"{each.start:.3f}", *cells, *percent]
         head = [f"{length}: {iterations} iterations", "start", auto, *FIXED]
         print_table([*head, "share, equal iterations", "share, equal CPU time"], rows)
         print()

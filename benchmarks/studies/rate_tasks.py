@@ -215,7 +215,8 @@ def changed(reward: Reward, change: Callable[[float, random.Random], float], see
 
 # --------------------------------------------------------------------------------- the small tasks
 
-SYMBOLS = "abcdefgh:"
+LETTERS = "abcdefgh"
+SYMBOLS = f"{LETTERS}:"
 
 
 def pairs(symbols: str, length: int, count: int, seed: int) -> Rows:
@@ -241,11 +242,11 @@ def reverse(models: Path, seed: int) -> Setup:
 
     def spoiled(answer: str) -> str:
         place = draw.randrange(len(answer))
-        return answer[:place] + draw.choice("abcdefgh") + answer[place + 1 :]
+        return answer[:place] + draw.choice(LETTERS) + answer[place + 1 :]
 
     rows = [
         {"prompt": row["prompt"], "answer": row["word"][::-1]}
-        for row in pairs("abcdefgh", 4, 1500, seed)
+        for row in pairs(LETTERS, 4, 1500, seed)
     ]
     demonstrations = [
         {
@@ -279,14 +280,14 @@ def dense(models: Path, seed: int) -> Setup:
         ]
 
     def judged(prompts: Any, completions: list[str], **columns: Any) -> list[float]:
-        follows = dict(zip("abcdefgh", "bcdefgha", strict=True))
+        follows = dict(zip(LETTERS, "bcdefgha", strict=True))
         return [
             sum(follows.get(a) == b for a, b in itertools.pairwise(text)) / 47
             for text in completions
         ]
 
     model = random_model(models / f"dense-{seed}", seed, SYMBOLS, hidden=32, context=64)
-    prompts = pairs("abcdefgh", 2, 64, 0)
+    prompts = pairs(LETTERS, 2, 64, 0)
     setup = small_setup(model, prompts, judged, 48)
     setup.parts["rewards"] = [by_token]
     return setup
@@ -309,15 +310,15 @@ def copy_setup(models: Path, seed: int, reward: Reward, **options: Any) -> Setup
         {
             "prompt": row["prompt"],
             "completion": "".join(
-                letter if draw.random() < 0.5 else draw.choice("abcdefgh") for letter in row["word"]
+                letter if draw.random() < 0.5 else draw.choice(LETTERS) for letter in row["word"]
             ),
         }
-        for row in pairs("abcdefgh", 5, 3000, seed + 1)
+        for row in pairs(LETTERS, 5, 3000, seed + 1)
     ]
     model = taught_model(
         models / f"copy-{seed}", seed, SYMBOLS, rows, hidden=48, context=16, epochs=8
     )
-    prompts = pairs("abcdefgh", 5, 1000, seed + 2)
+    prompts = pairs(LETTERS, 5, 1000, seed + 2)
     return small_setup(model, prompts, reward, 6, judged=as_reward(copied), **options)
 
 
@@ -359,27 +360,25 @@ def choice(models: Path, seed: int) -> Setup:
         return TEMPLATE[:CHOICE] + letter + TEMPLATE[CHOICE + 1 :]
 
     def written(letter: str) -> str:
-        letters_of = [
-            x if draw.random() < 0.99 else draw.choice("abcdefgh") for x in answer(letter)
-        ]
+        letters_of = [x if draw.random() < 0.99 else draw.choice(LETTERS) for x in answer(letter)]
         return "".join(letters_of)
 
     rows = [
-        {"prompt": f"{a}:", "completion": written(draw.choice("abcdefgh"))}
-        for a in "abcdefgh"
+        {"prompt": f"{a}:", "completion": written(draw.choice(LETTERS))}
+        for a in LETTERS
         for _ in range(200)
     ]
     model = taught_model(
         models / f"choice-{seed}", seed, SYMBOLS, rows, hidden=48, context=48, epochs=12
     )
-    prompts = [{"prompt": f"{a}:", "word": answer(a)} for a in "abcdefgh"] * 8
+    prompts = [{"prompt": f"{a}:", "word": answer(a)} for a in LETTERS] * 8
     return small_setup(model, prompts, as_reward(lambda completion, word: completion == word), 41)
 
 
 def bandit(models: Path, seed: int) -> Setup:
     """One token of eight, with the expected rewards 0, 1/7 … 1 and Gaussian noise of 0.5."""
     model = random_model(models / f"bandit-{seed}", seed, SYMBOLS, hidden=32, context=8)
-    clean = as_reward(lambda completion: max(0, "abcdefgh".find(completion or "a")) / 7)
+    clean = as_reward(lambda completion: max(0, LETTERS.find(completion or "a")) / 7)
     noisy = changed(clean, lambda value, draw: draw.gauss(value, 0.5), seed)
     return small_setup(model, [{"prompt": ":"}] * 64, noisy, 1, judged=clean)
 

@@ -7,7 +7,9 @@ n = samples_per_prompt responses to the prompt:
 
     reinforce   G_t, the reward-to-go                               Williams 1992
     rloo        R − mean of the other n − 1 = n/(n−1)·(R − R̄)       Ahmadian et al. 2024
-    group       (R − R̄)/(standard deviation of the n + 1e-4)        Shao et al. 2024 (GRPO)
+    group       (R − R̄)/(standard deviation of the n + GROUP_EPS·s) Shao et al. 2024 (GRPO)
+
+with s, the root mean square of the n rewards, so that their scale does not matter.
 
 A user-defined function may replace all of them: `user_advantages`.
 

@@ -57,16 +57,17 @@ above the latest rate that reached `SEARCH_END` of the target: a policy that has
 hardly moves at any rate."""
 
 RAISE = 0.5
+"""Exponent of a rise, relative to that of a fall: the rate rises half as fast."""
 
 FIRST_UPDATES = 4
 """Updates after the search in which the rate rises as fast as it falls."""
 
 LEAST_SHARE = 0.25
-"""Of `step_kl`, for a policy that has become deterministic. In bf16, rounding causes a KL of about
-0.002, a twelfth of the default at 64 responses; with two steps, it is counted twice."""
+"""Smallest share of `step_kl`, for a policy that has become deterministic. In bf16, rounding causes
+a KL of about 0.002, a tenth of the default at 64 responses; with two steps, it is counted twice."""
 
 MOST_SHARE = 2.0
-"""Of `step_kl`, at four nats per token and more."""
+"""Largest share of `step_kl`, at four nats per token and more."""
 
 LEAST_FACTOR = 0.1
 """Factor of a schedule below which the KL of an update is too small to measure."""

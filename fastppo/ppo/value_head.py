@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from fastppo_kernels.definition import wide
 from torch import Tensor
 
 from fastppo.data.microbatches import Limits
 from fastppo.models.sharding import local_part
+from fastppo.models.value import ValueFunction
 from fastppo.ppo.coefficients import Coefficients
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import to_floats
@@ -29,13 +31,10 @@ from fastppo.ppo.objective import value_loss
 from fastppo.ppo.options.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.out_of_memory import MicrobatchLimits
 from fastppo.ppo.parts import Parts
-from fastppo.ppo.value_regression import ValueRegression
+from fastppo.ppo.value_regression import NEGLIGIBLE, ValueRegression
 
 SCALE_DECAY = 0.8
 """Factor on a batch's weight in σ at each later update, as in the closed form."""
-
-NEGLIGIBLE = 1e-10
-"""A variance below this share of the mean square is rounding error."""
 
 
 class ReturnMoments:
@@ -43,14 +42,14 @@ class ReturnMoments:
 
     def __init__(self) -> None:
         self.moments: Tensor | None = None
-        """Count, sum and sum of squares of the returns so far, decayed, [3] fp64."""
+        """Count, sum and sum of squares of the returns so far, decayed, [3]; see `wide`."""
 
     def add(self, returns: Tensor) -> Tensor:
-        """Add the returns of a batch, [N], and return their variance, 0-d fp64.
+        """Add the returns of a batch, [N], and return their variance, 0-d.
 
         The variance of equal returns is their square.
         """
-        returns = returns.double()
+        returns = wide(returns)
         batch = torch.stack([torch.ones_like(returns), returns, returns.square()]).sum(1)
         self.moments = batch if self.moments is None else SCALE_DECAY * self.moments + batch
         count, total, squares = self.moments
@@ -63,9 +62,18 @@ class ReturnMoments:
         return {} if self.moments is None else {"return_moments": self.moments}
 
     def load_tensors(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `tensors` returned."""
-        if tensors:
+        """Restore what `tensors` returned, from among the tensors of a checkpoint."""
+        if "return_moments" in tensors:
             self.moments = tensors["return_moments"].to(device)
+
+
+@torch.no_grad()
+def set_scale(value_function: ValueFunction, scale: Tensor) -> None:
+    """Change σ, 0-d, and keep the values as they are."""
+    before = value_function.scale.clone()
+    value_function.scale.copy_(scale)
+    for weight in value_function.head.parameters():
+        local_part(weight).mul_(before / value_function.scale)
 
 
 class ValueHead:
@@ -101,7 +109,7 @@ class ValueHead:
         """
 
     def begin_fit(self) -> dict[str, Tensor]:
-        """End an update whose weights are kept, and return what `end_fit` has to know.
+        """Begin the fit at the end of an update, and return what `end_fit` has to know.
 
         Returns:
             0-d tensors on the device, so that the host reads them together with others.
@@ -138,15 +146,8 @@ class GradientHead(ValueHead):
             return
         variance = self.returns.add(experience.returns)
         # Returns of 0 leave the scale as it is.
-        self._set_scale(torch.where(variance > 0, variance.sqrt(), self.value_function.scale))
-
-    @torch.no_grad()
-    def _set_scale(self, scale: Tensor) -> None:
-        """Change σ, 0-d, and keep the values as they are."""
-        before = self.value_function.scale.clone()
-        self.value_function.scale.copy_(scale)
-        for weight in self.value_function.head.parameters():
-            local_part(weight).mul_(before / self.value_function.scale)
+        scale = torch.where(variance > 0, variance.sqrt(), self.value_function.scale)
+        set_scale(self.value_function, scale)
 
     def loss(self, value: Tensor, coefficients: Coefficients) -> Tensor:
         return coefficients.vf_coef * value / self.value_function.scale.square()
@@ -214,8 +215,11 @@ class ClosedFormCritic(ClosedFormHead):
 
     def __init__(self, config: PPOConfig, parts: Parts) -> None:
         super().__init__(config, parts)
+        # A critic that an optimizer trained before has a scale, and the regression has none.
+        value_function = parts.model.value_function
+        set_scale(value_function, torch.ones_like(value_function.scale))
         self.returns = ReturnMoments()
-        self.variance = torch.ones((), dtype=torch.float64, device=parts.device)
+        self.variance = torch.ones((), device=parts.device)
 
     def begin_update(self, experience: Experience, coefficients: Coefficients) -> None:
         if experience.trained.value:
@@ -229,9 +233,8 @@ class ClosedFormCritic(ClosedFormHead):
         return super().tensors() | self.returns.tensors()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        moments = {name: x for name, x in tensors.items() if name == "return_moments"}
-        super().load_tensors({name: x for name, x in tensors.items() if name not in moments})
-        self.returns.load_tensors(moments, self.variance.device)
+        self.returns.load_tensors(tensors, self.variance.device)
+        super().load_tensors({name: x for name, x in tensors.items() if name != "return_moments"})
 
 
 class ExtraCriticEpochs(GradientHead):

@@ -160,6 +160,8 @@ class Options:
 def has_effect(config: Options, name: str, passed: Container[str] = ()) -> bool:
     """Return whether the condition holds that an option needs.
 
+    An option without an effect does not meet the condition of another one.
+
     Args:
         passed: options whose part is given in Python, and counts as on.
     """
@@ -168,7 +170,10 @@ def has_effect(config: Options, name: str, passed: Container[str] = ()) -> bool:
         name, equals, values = condition.partition("=")
         if not equals:
             return name in passed or config.is_on(name)
-        value = getattr(config, name.removesuffix("!"))
+        other = name.removesuffix("!")
+        if not has_effect(config, other, passed):
+            return False
+        value = getattr(config, other)
         shown = "none" if value is None else str(value).lower()
         if ":" in shown:
             shown = "file.py:name"

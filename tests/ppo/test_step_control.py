@@ -175,3 +175,24 @@ def test_objective_penalty_reports_the_mean_kl_of_the_last_epoch() -> None:
     update = Update()
     update.step(1.0, kl=0.5)
     assert "policy_kl" not in update.control.end_update({"approx_kl": 0.5})
+
+
+# ------------------------------------------------------------------------------------ a checkpoint
+
+
+def test_the_state_of_the_control_round_trips() -> None:
+    used = Update(learning_rate="auto", ppo_epochs=4).control
+    used.optimizer_step, used.skipped_steps, used.skipped_in_a_row = 3, 2, 1
+    used.still_iterations = 4
+    assert isinstance(used, AutoStepControl)
+    used.adaptive.rate = 3e-4
+    restored = Update(learning_rate="auto", ppo_epochs=4).control
+    restored.load_state_dict(used.state_dict())
+    assert restored.state_dict() == used.state_dict()
+    assert restored.rate == 3e-4
+    fixed = Update().control
+    fixed.load_state_dict(used.state_dict())
+    assert fixed.rate is None, "a number as the rate comes from the options"
+    again = Update(learning_rate="auto", ppo_epochs=4).control
+    again.load_state_dict(fixed.state_dict())
+    assert again.optimizer_step == 3

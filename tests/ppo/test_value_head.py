@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from fastppo_kernels import definition
 from torch import Tensor
 
 from fastppo.ppo.trainer import PPOTrainer
@@ -45,7 +46,7 @@ def test_the_options_choose_how_the_head_is_trained(
         {"value_model": "shared"},
         {"value_model": "detached"},
         {"value_model": "critic"},
-        {"value_model": "critic", "value_head": "closed_form", "critic_options": {"epochs": 3}},
+        {"value_model": "critic", "value_head": "closed_form"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -77,6 +78,31 @@ def test_a_critic_can_start_from_an_earlier_one(tmp_path: Path) -> None:
     options["critic_model"] = str(tmp_path / "shared" / "run" / "value_function.safetensors")
     with pytest.raises(ValueError, match="does not fit the policy"):
         make_trainer(tmp_path / "wrong", **options)
+
+
+def test_a_head_in_closed_form_takes_over_the_values_of_an_earlier_critic(tmp_path: Path) -> None:
+    """The optimizer's head has learned in units of the returns' deviation."""
+    options: dict[str, Any] = {"value_model": "critic", "rewards": [tiny.every_other]}
+    earlier = make_trainer(tmp_path, **options)
+    earlier.train()
+    saved = str(tmp_path / "run" / "value_function.safetensors")
+    options |= {"critic_model": saved, "value_head": "closed_form"}
+    value_function = make_trainer(tmp_path / "next", **options).model.value_function
+    before = earlier.model.value_function
+    assert before.scale != 1
+    states = torch.randn(5, before.head.in_features)
+    torch.testing.assert_close(value_function.read(states), before.read(states))
+    torch.testing.assert_close(value_function.head(states)[:, 0], before.read(states))
+
+
+@pytest.mark.parametrize("head", ["gradient", "closed_form"])
+def test_a_device_without_fp64_has_the_moments_of_returns_in_fp32(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(definition, "WITHOUT_FP64", ("cpu",))
+    trainer = make_trainer(tmp_path, value_model="critic", value_head=head)
+    trainer.update(first_experience(trainer), trainer.begin_iteration())
+    assert trainer.value_head.tensors()["return_moments"].dtype == torch.float32
 
 
 def test_critic_frozen_freezes_attention(tmp_path: Path) -> None:

@@ -285,6 +285,11 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
             f"ppo_epochs, {config.ppo_epochs}, got {config.critic.epochs}",
         ),
         (
+            config.critic_only_epochs > 0 and config.fits_value_head,
+            f"critic_options: epochs={config.critic.epochs} trains a critic with its head by "
+            "gradient: use value_head=gradient, or leave epochs out with value_head=closed_form",
+        ),
+        (
             warms_up
             and (is_critic_free or (not config.fits_value_head and not config.is_used("vf_coef"))),
             "value_warmup_iterations trains only the value function: it needs an advantage with "

@@ -67,7 +67,7 @@ class ValueOptions(Options):
     )
     critic_options: Mapping[str, Any] | None = option(
         None,
-        "How the critic is trained, as a YAML mapping such as '{epochs: 2, frozen: attention}'. "
+        "How the critic is trained, as a YAML mapping such as '{epochs: 8, frozen: attention}'. "
         "epochs: passes over each batch, of which ppo_epochs also train the policy; frozen: none "
         "or attention (SAO)",
         needs="value_model=critic",

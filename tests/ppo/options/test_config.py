@@ -99,6 +99,10 @@ def test_an_unknown_key_of_a_mapping_is_answered_with_the_known_ones() -> None:
         (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision"),
         (CRITIC | {"critic_options": {"epochs": 3}}, "critic_options"),
         (
+            CRITIC | {"critic_options": {"epochs": 5}, "value_head": "closed_form"},
+            "critic_options",
+        ),
+        (
             {"value_warmup_iterations": 2, "vf_coef": 0, "value_head": "gradient"},
             "value_warmup_iterations",
         ),
@@ -181,7 +185,7 @@ def test_every_contradiction_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lam": 0.9, "lam_alpha": 0.05}, "lam_alpha=none"),
         ({"lam_alpha": 0.1, "advantage": "turn_gae"}, "advantage=gae"),
         ({"value_lam": 0.5, "advantage": "sequence"}, "advantage=gae/turn_gae"),
-        ({"value_head": "gradient", "advantage": "reinforce", "vf_coef": 0}, "advantage=gae"),
+        ({"value_head": "gradient", "advantage": "reinforce"}, "advantage=gae"),
         ({"clip_ratio_high": 0.3, "objective": "sapo"}, "objective=clip"),
         ({"clip_ratio": 0.1, "objective": "a.py:f"}, "objective=clip"),
         ({"schedules": ["clip_ratio=linear:0.1"], "objective": "sapo"}, "objective=clip"),
@@ -200,6 +204,29 @@ def test_an_option_without_an_effect_is_a_sentence(options: dict[str, Any], need
         name = "clip_ratio"
     assert name in sentence
     assert needs in sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (
+            {"value_head": "gradient", "vf_coef": 1.0, "advantage": "reinforce"},
+            ["value_head", "vf_coef"],
+        ),
+        (
+            {"kl_controller": "adaptive", "kl_target": 2.0, "kl_coef": 0},
+            ["kl_controller", "kl_target"],
+        ),
+    ],
+    ids=["value head", "KL controller"],
+)
+def test_an_option_that_needs_one_without_an_effect_has_none(
+    options: dict[str, Any], names: list[str]
+) -> None:
+    sentences = unused(PPOConfig(**options))
+    assert [re.findall(r"not used: (\w+)", sentence) for sentence in sentences] == [
+        [name] for name in names
+    ]
 
 
 @pytest.mark.parametrize(
