@@ -173,5 +173,5 @@ def _first_beyond(upto: Tensor, uniforms: Tensor) -> Tensor:
     total = upto[:, -1:]
     target = (uniforms * total).clamp_(min=0)
     # `u·total` may round up to the total, behind the last token with a positive probability.
-    target = torch.minimum(target, total * (1 - 2**-52))
+    target = torch.minimum(target, total * (1 - torch.finfo(total.dtype).eps))
     return (upto <= target).sum(1, keepdim=True)

@@ -607,6 +607,23 @@ def draw_case(vocabulary: int, options: dict[str, Any], emulation: Emulation) ->
         assert_close(results.found["logprobs"], want.logprobs, 1e-5)
 
 
+def end_of_draw_case(vocabulary: int, emulation: Emulation) -> None:
+    """Most tiles weigh about 2⁻⁵³ of the total, so that running sums may not exceed u·total."""
+    scores = torch.full((8, vocabulary), -torch.inf)
+    scores[:, 7::4096] = -36.7 - 0.3 * torch.rand(scores[:, 7::4096].shape)
+    scores[range(8), torch.randint(vocabulary, (8,))] = 0.0
+    uniforms = torch.full((8,), 1 - 2**-53, dtype=torch.float64)
+
+    def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
+        tokens, logprobs = triton_draw.draw(like(scores), like(uniforms))
+        return {"tokens": tokens, "logprobs": logprobs}
+
+    for results in emulation.results(launch):
+        tokens = results.found["tokens"]
+        assert (tokens < vocabulary).all()
+        assert_close(results.found["logprobs"], scores.gather(1, tokens[:, None])[:, 0], 1e-5)
+
+
 # ---------------------------------------------------------------------------------- the lm-head
 
 HEADS = tuple(
@@ -757,6 +774,8 @@ def cases(group: str) -> Iterator[Case]:
         vocabularies = {f"V = {n}": n for n in (9000, 4099, 3)}
         kinds = {f"draw, sampled={sampled}": {"sampled": sampled} for sampled in (True, False)}
         yield from crossed(draw_case, vocabularies, kinds)
+        run = functools.partial(end_of_draw_case, 33 * 4096 - 100)
+        yield Case(f"{group}: draw, the end of the distribution", run, True)
 
 
 def main(arguments: list[str] | None = None) -> int:

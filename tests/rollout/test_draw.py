@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fastppo_kernels import definition
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -218,3 +219,11 @@ def test_the_nucleus_has_at_least_the_likeliest_token() -> None:
     scores = torch.tensor([[0.0, 5.0, -torch.inf, 1.0]])
     assert nucleus(scores, 1e-9).tolist() == [[False, True, False, False]]
     assert nucleus(scores, 0.999999).tolist() == [[True, True, False, True]]
+
+
+def test_a_uniform_that_rounds_to_1_draws_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without fp64 gets fp32 uniforms, and some of them are 1."""
+    monkeypatch.setattr(definition, "WITHOUT_FP64", ("cpu",))
+    for vocabulary in (BLOCK, 3 * BLOCK):
+        drawn = draw(torch.zeros(1, vocabulary), torch.ones(1))
+        assert drawn.tokens.item() == vocabulary - 1

@@ -23,14 +23,16 @@ from torch import Tensor
 from fastppo_kernels.triton import programs
 from fastppo_kernels.triton.launch import current, launch_options
 
-BELOW_ONE = tl.constexpr(1 - 2**-52)
-"""u·total may round up to the total, behind the last token with a positive probability."""
-
 
 @triton.jit
-def _count_upto(upto, target):
-    """Return how many running sums are at most the target; 0 if they are NaN."""
-    return tl.sum((upto <= target).to(tl.int32), axis=0)
+def _first_beyond(mass, place, target):
+    """Return the first place where the running sum exceeds the target; 0 if the target is NaN.
+
+    The target may round up to the total, and a scan adds in another order than a sum. So it is at
+    most the last place with mass.
+    """
+    before = tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
+    return tl.minimum(before, tl.max(tl.where(mass > 0, place, 0), axis=0))
 
 
 @triton.jit(do_not_specialize=["vocabulary", "row_stride", "uniform_stride"])
@@ -72,19 +74,16 @@ def _draw_kernel(
         token = tl.where(total == total, likeliest, 0)
     else:
         uniform = tl.load(uniforms_ptr + row * uniform_stride)
-        upto = tl.cumsum(sums, axis=0)
-        target = tl.minimum(uniform * total, total * BELOW_ONE)
-        chosen = _count_upto(upto, target)
+        target = uniform * total
+        chosen = _first_beyond(sums, tile, target)
         own = tl.sum(tl.where(tile == chosen, sums, 0.0), axis=0)
         before = tl.sum(tl.where(tile < chosen, sums, 0.0), axis=0)
         first = chosen * BLOCK
         scores = tl.load(scores_ptr + first + lane, mask=first + lane < vocabulary, other=lowest)
         exponentials = tl.where(is_finite, tl.exp(scores - shift), 0.0).to(tl.float64)
-        upto = tl.cumsum(exponentials, axis=0)
-        own_total = tl.max(upto, axis=0)
         rest = tl.maximum((target - before) / tl.where(own > 0, own, 1.0), 0.0)
-        target = tl.minimum(rest * own_total, own_total * BELOW_ONE)
-        token = tl.where(total == total, first + _count_upto(upto, target), 0)
+        target = rest * tl.sum(exponentials, axis=0)
+        token = tl.where(total == total, first + _first_beyond(exponentials, lane, target), 0)
     above = tl.load(scores_ptr + token) - shift
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, above - tl.log(total.to(tl.float32)))

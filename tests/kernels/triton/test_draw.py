@@ -63,3 +63,17 @@ def test_rows_and_uniforms_may_have_strides() -> None:
     assert torch.equal(triton_draw(wide[:, :9000], uniforms)[0], draw(scores, uniforms).tokens)
     turned = scores.t().contiguous().t()
     assert torch.equal(triton_draw(turned, uniforms)[0], draw(scores, uniforms).tokens)
+
+
+def test_a_draw_at_the_end_of_the_distribution_is_a_token_of_it() -> None:
+    """A sum and a running sum add in another order: here, no running sum exceeds u·total."""
+    torch.manual_seed(0)
+    rows, tiles, tile = 2, 33, 4096
+    scores = torch.full((rows, tiles, tile), -torch.inf)
+    scores[:, :, 7] = -36.7 - 0.3 * torch.rand(rows, tiles)  # about 2⁻⁵³ of the likeliest token
+    scores[:, 5, 9] = 0.0
+    scores = scores.view(rows, tiles * tile)
+    uniforms = torch.full((rows,), 1 - 2**-53, dtype=torch.float64)
+    tokens, logprobs = triton_draw(scores, uniforms)
+    assert (tokens < scores.shape[1]).all()
+    assert torch.equal(logprobs, scores.gather(1, tokens[:, None])[:, 0])
