@@ -50,8 +50,6 @@ def add_adapters(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         # PEFT itself sets these for experts that share one tensor, by two names.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
-        # It knows the experts of some architectures by names that this model need not have.
-        warnings.filterwarnings("ignore", r"target_parameters=.* no parameter was matched")
         peft = get_peft_model(model, config)
     _check_untied(model)
     return peft

@@ -127,7 +127,7 @@ RECIPES = (
         description="count the red circles in a picture: a small vision-language model made from "
         "scratch, with a critic",
         hardware="one core, about 1 GB",
-        minutes="not run",
+        minutes="0.7",
         prepare=lazy("circles"),
         shipped={"circles_reward.py": "reward.py"},
         packages=("PIL",),

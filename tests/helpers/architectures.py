@@ -1,6 +1,6 @@
 """Tiny models of the causal LMs of transformers, and what a run does with each of them.
 
-`python tests/tools/architectures.py` writes the results into docs/models.md.
+`tests/tools/models_page.py` writes the results into docs/models.md.
 """
 
 from __future__ import annotations
@@ -91,12 +91,20 @@ TINY: dict[str, Any] = {
 
 LATENT = {"num_key_value_heads": 4}
 """Multi-head latent attention has as many heads of keys as of queries."""
+INKLING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 8,
+    "rel_extent": 16,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT,
-    "bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 4},
+    "bailing_hybrid": {"layer_group_size": 2, "first_k_dense_replace": 1, **LATENT},
     "bamba": {"attn_layer_indices": [1]},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -115,8 +123,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4},
     },
     "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
+    "deepseek_v3": {"first_k_dense_replace": 1, **LATENT},
+    "deepseek_v32": {"first_k_dense_replace": 1, **LATENT},
     "deepseek_v4": {"sliding_window": 8, "o_lora_rank": 8, "o_groups": 2, "num_key_value_heads": 1},
     "dory": {
         "num_hidden_layers": 3,
@@ -125,7 +133,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_output_layers": 1,
         "sliding_window": 8,
     },
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": LATENT,
     "gemma3_text": {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -153,33 +161,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT,
+    "glm_moe_dsa": {"first_k_dense_replace": 1, **LATENT},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "inkling_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 8,
-        "rel_extent": 16,
-    },
-    "inkling2_text": {
-        "unpadded_vocab_size": len(tiny.VOCABULARY),
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 8,
-        "rel_extent": 16,
-    },
-    "inkling2_loop_text": {
-        "unpadded_vocab_size": len(tiny.VOCABULARY),
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 8,
-        "rel_extent": 16,
-    },
+    "inkling_text": INKLING,
+    "inkling2_text": {"unpadded_vocab_size": len(tiny.VOCABULARY), **INKLING},
+    "inkling2_loop_text": {"unpadded_vocab_size": len(tiny.VOCABULARY), **INKLING},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -199,7 +187,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minicpm3": LATENT,
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"],
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "attention", "moe"],
         "moe_shared_expert_intermediate_size": 16,
         "n_groups": 1,
     },

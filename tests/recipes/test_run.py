@@ -19,6 +19,7 @@ from fastppo.recipes import (
     arithmetic,
     calculator,
     characters,
+    circles,
     preferences,
     products,
     questions,
@@ -90,6 +91,8 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "PROMPTS", 64)
     monkeypatch.setattr(questions, "HELD_OUT", 8)
     monkeypatch.setattr(preferences, "SAMPLES", 2)
+    for name, value in {"PROMPTS": 16, "HELD_OUT": 4, "DEMONSTRATED": 64, "EPOCHS": 1}.items():
+        monkeypatch.setattr(circles, name, value)
     monkeypatch.setattr(sentiment, "PROMPTS", sentiment.PROMPTS[:12])
     monkeypatch.setattr(sentiment, "HELD_OUT", sentiment.HELD_OUT[:8])
     of_sizes = characters.model_config
@@ -110,6 +113,7 @@ def _run(name: str, out: Path, *more: str) -> int:
     [
         "smollm2-sentiment",
         "calculator",
+        "circles",
         pytest.param("smollm2-arithmetic", marks=pytest.mark.slow),
         pytest.param("smollm2-preferences", marks=pytest.mark.slow),
         pytest.param("smollm2-tools", marks=pytest.mark.slow),
