@@ -268,7 +268,8 @@ def plan(
     if prompt_tokens is None:
         prompt_tokens, source = prompt_length(config)
     made = make_plan(config, prompt_tokens, memory=memory, processes=processes)
-    made.notes.extend(filter(None, [source]))
+    if source:
+        made.notes.append(source)
     show(made, Console(), [] if made.fits else helpful_changes(made))
 
 

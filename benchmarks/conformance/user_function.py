@@ -74,7 +74,7 @@ def _outputs(
     returned = call(inputs)
     if isinstance(returned, Mapping):
         return returned
-    first = next(name for name in fixture.answer)
+    first = next(iter(fixture.answer))
     return {first: torch.as_tensor(returned)}
 
 

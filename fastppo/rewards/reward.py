@@ -65,12 +65,11 @@ gradient norm squares the result, and both must stay below 1e38."""
 ATTEMPTS = 3
 """Calls of a reward that exceeds its time limit."""
 
-
 STRINGS = (
-    "; completions are strings here, also of chats, where TRL passes lists of messages: "
-    'completion in place of completion[0]["content"]'
+    "; completions are strings here, also for chats, where TRL passes lists of messages: use "
+    'completion instead of completion[0]["content"]'
 )
-"""Hint of a reward that reads a string as messages."""
+"""Hint for a reward that reads a completion as a list of messages."""
 
 EXPECTED = (
     "(prompts, completions, **columns), which takes lists, completions as strings, and returns a "

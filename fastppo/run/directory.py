@@ -28,11 +28,13 @@ def check_no_run(run_dir: str | Path) -> None:
     run_dir = Path(run_dir)
     check_is_directory(run_dir)
     if holds_run(run_dir):
-        raise ValueError(
+        sentence = (
             f"{run_dir} holds a run already: resume it with `--resume true`, or start another one "
-            f"with `--output_dir {run_dir}-2`, and `fastppo report {run_dir} {run_dir}-2` compares "
-            "the two"
+            f"with `--output_dir {run_dir}-2`"
         )
+        if (run_dir / "samples.jsonl").exists():  # of PPO; the other stages have no report
+            sentence += f", and `fastppo report {run_dir} {run_dir}-2` compares the two"
+        raise ValueError(sentence)
 
 
 def holds_run(run_dir: str | Path) -> bool:

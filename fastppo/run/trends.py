@@ -121,14 +121,12 @@ class Trends:
         changes = {}
         for name, before in self._before.items():
             if name == "reward" or name.startswith("monitor/"):
-                error = name.replace("monitor/", "monitor_error/")
-                error = "reward_error" if name == "reward" else error
-                errors = (
-                    self._before.get(error, math.nan),
-                    metrics.get(f"eval/{error}", math.nan),
-                )
+                group, slash, monitored = name.partition("/")
+                error = f"{group}_error{slash}{monitored}"
+                error_before = self._before.get(error, math.nan)
+                error_now = metrics.get(f"eval/{error}", math.nan)
                 now = metrics.get(f"eval/{name}", math.nan)
-                changes[name] = Change(before, now, math.hypot(*errors))
+                changes[name] = Change(before, now, math.hypot(error_before, error_now))
         return changes
 
     def _fallen(self, changes: Mapping[str, Change], prefix: str) -> list[str]:

@@ -54,3 +54,12 @@ def test_a_directory_is_free_until_a_run_leaves_records_or_a_checkpoint(tmp_path
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="--resume true"):
         check_no_run(tmp_path)
+
+
+@pytest.mark.parametrize("records", [["metrics.jsonl"], ["metrics.jsonl", "samples.jsonl"]])
+def test_a_comparison_is_offered_for_ppo_runs_alone(records: list[str], tmp_path: Path) -> None:
+    for name in records:
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(ValueError, match=f"--output_dir {tmp_path}-2") as raised:
+        check_no_run(tmp_path)
+    assert ("fastppo report" in str(raised.value)) == ("samples.jsonl" in records)

@@ -136,7 +136,7 @@ def _metrics(panel: Panel, records: Sequence[list[dict[str, Any]]]) -> list[str]
 def _chart(
     panel: Panel, metric: str, records: Sequence[list[dict[str, Any]]], names: Sequence[str]
 ) -> Chart:
-    has_other_metrics = len(panel.metrics) + len(panel.prefixes) > 1 or bool(panel.prefixes)
+    has_other_metrics = len(panel.metrics) > 1 or bool(panel.prefixes)
     by_iteration = [
         {number_of(record): record[metric] for record in of_run if metric in record}
         for of_run in records
