@@ -40,7 +40,7 @@ def _charts(html: str) -> dict[str, dict[str, Any]]:
 
 def test_the_curves_of_a_metric_lie_over_each_other(runs: list[Path]) -> None:
     charts = _charts(write_comparison(runs).read_text())
-    reward = charts["reward"]
+    reward = charts["Reward"]
     assert reward["x"] == [1, 2, 3]
     assert {curve["label"]: curve["values"] for curve in reward["series"]} == {
         "a/ppo": [0.0, 0.5, 1.0],
