@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import hybrids
+import architectures
 import pytest
 import tiny
 import torch
@@ -112,10 +112,28 @@ def test_logprobs_and_values_are_the_learners(architecture: str, options) -> Non
     assert (gap >= -1e-6).all()
 
 
-@pytest.mark.parametrize("name", sorted({*hybrids.OPTIONS} - {"rwkv"}))
+RECURRENT = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zaya",
+)
+"""Models with recurrent or convolution states beside, or instead of, attention."""
+
+
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_states_leave_with_their_rows_and_never_see_padding(name: str) -> None:
     """Prompts are ragged and some occur twice, and rows end at different steps."""
-    policy = ActorCritic(tiny.model_of(hybrids.config(name)))
+    policy = ActorCritic(architectures.model(name))
     prompts = [*PROMPTS, PROMPTS[0], PROMPTS[2]]
     rollout = _draw(policy, prompts=prompts)
     assert len({*rollout.lengths}) > 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hybrids
+import architectures
 import pytest
 import tiny
 import torch
@@ -67,7 +67,7 @@ def test_a_model_that_loses_rows_which_end_gets_generate(monkeypatch: pytest.Mon
 
 def test_a_model_that_ignores_mask_and_cache_generates_for_one_length_at_a_time() -> None:
     """RWKV has no attention mask, and does not read its state."""
-    policy = ActorCritic(tiny.model_of(hybrids.config("rwkv")))
+    policy = ActorCritic(architectures.model("rwkv"))
     engine, note = _engine(policy)
     assert isinstance(engine, GenerateEngine)
     assert engine.equal_lengths
