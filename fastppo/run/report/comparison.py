@@ -31,6 +31,9 @@ from fastppo.run.report.summary import summarize
 
 FILE = "comparison.html"
 
+MONITORED = Panel("Monitored rewards", "unweighted", (), ("monitor/",))
+"""The report of a run draws these over the trained reward instead."""
+
 LOCAL = ("output_dir", "resume")
 """Options that differ between any two runs."""
 
@@ -114,7 +117,7 @@ def compare_charts(runs: Sequence[Run], names: Sequence[str]) -> Groups:
     groups = []
     for heading, panels in GROUPS:
         charts = []
-        for panel in panels:
+        for panel in (*panels, MONITORED) if heading == OVERVIEW else panels:
             for metric in _metrics(panel, records):
                 chart = _chart(panel, metric, records, names)
                 if heading == OVERVIEW or not _is_constant(chart):
