@@ -120,6 +120,8 @@ class Rollout:
     the responses."""
     branches: list[list[Branch]] | None = None
     """Further rows of each episode; see `Branch`."""
+    rows: list[int] | None = None
+    """Place of each episode's prompt in its batch, since failed episodes may be left out, [B]."""
 
     @property
     def lengths(self) -> list[int]:
