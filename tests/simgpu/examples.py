@@ -99,7 +99,7 @@ def tasks(folder: Path) -> None:
 
 
 def trl_grpo(folder: Path) -> None:
-    module("trl_grpo", RESPONSE=4).main(2)
+    module("trl_grpo", VOCABULARY=256, RESPONSE=4, GROUP=2, ROWS=4).main(2)
 
 
 SCRIPTS = (ppo, grpo, accelerate_loop, tasks, trl_grpo)
