@@ -7,11 +7,14 @@ tests.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +374,9 @@ def test_weights_are_restored_after_sleeping_on_a_gpu() -> None:
 
 # ----------------------------------------------------------------------------------------- in a run
 
+LONGEST_START = 1200
+"""Seconds for a run whose processes each import vLLM, on a machine that is busy."""
+
 
 def _forget_shared_memory() -> None:
     """Delete shared memory that ranks on a CPU leave behind under a fixed name."""
@@ -379,13 +385,25 @@ def _forget_shared_memory() -> None:
             left.unlink()
 
 
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Wait for other test runs, whose ranks would use shared memory of the same name."""
+    name = f"fastppo-vllm-{os.getuid()}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _forget_shared_memory()
+        try:
+            yield
+        finally:
+            _forget_shared_memory()
+
+
 def _several(tmp_path: Path, count: int, **options: Any) -> None:
     """Train on `count` processes, and check that vLLM has the learner's weights after updates."""
-    _forget_shared_memory()
-    try:
-        results = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
-    finally:
-        _forget_shared_memory()
+    with _shared_memory():
+        results = ranks.run(
+            count, vllm_ranks.train, tmp_path, str(tmp_path), options, timeout=LONGEST_START
+        )
     size = options.get("engine_options", {}).get("tensor_parallel_size", 1)
     assert results["parallel"] == (size, "external_launcher")
     assert len(results["metrics"]) == 2
