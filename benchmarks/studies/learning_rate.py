@@ -324,6 +324,8 @@ def print_comparison(records: dict[Run, Records], auto: str) -> None:
             ]
             percent = [f"{100 * x.share(auto):.0f} %" for x in (each, timed)]
             rows[each.task] = [f"{each.start:.3f}", *cells, *percent]
+        if not rows:
+            continue
         head = [f"{length}: {iterations} iterations", "start", auto, *FIXED]
         print_table([*head, "share, equal iterations", "share, equal CPU time"], rows)
         print()

@@ -115,7 +115,10 @@ def test_runs_of_the_study_of_the_rate_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(learning_rate.LENGTHS, "long", 5)
-    flags = [str(tmp_path), "--tasks", "bandit", "--settings", "auto", "1e-3", "--seeds", "1"]
+    bandit = ["--tasks", "bandit", "--seeds", "1", "--settings", "auto"]
+    learning_rate.main([str(tmp_path / "alone"), *bandit])
+    assert "| bandit |" not in capsys.readouterr().out, "there is nothing to compare with"
+    flags = [str(tmp_path), *bandit, "1e-3"]
     learning_rate.main([*flags, "--label", "new"])
     printed = capsys.readouterr().out
     assert "| bandit |" in printed
