@@ -162,8 +162,9 @@ def encode_image_prompt(
         sources = sources or within
         if _placeholders(prompt) != len(sources):
             raise DataError(
-                f"{where}: {len(sources)} images for {_placeholders(prompt)} placeholders; an image "
-                f"is in the column {' or '.join(COLUMNS)}, or in its part under {' or '.join(KEYS)}"
+                f"{where}: {len(sources)} images for {_placeholders(prompt)} placeholders; an "
+                f"image is in the column {' or '.join(COLUMNS)}, or in its part under "
+                f"{' or '.join(KEYS)}"
             )
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
         options["add_special_tokens"] = False
