@@ -23,6 +23,10 @@ CSS = """/* Options and formulas break only between words; wide tables scroll. *
 .md-typeset table code { word-break: normal; }
 /* Tables without a header. */
 .md-typeset thead:not(:has(th:not(:empty))) { display: none; }
+/* Tables use the width of a phone. */
+@media (max-width: 44em) {
+  .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: .6em .7em; }
+}
 /* Pictures have a white background. */
 .md-typeset img { background: white; }
 """

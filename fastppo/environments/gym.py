@@ -36,6 +36,7 @@ import numpy as np
 
 from fastppo.data.chat import is_chat
 from fastppo.data.datasets import DataError, Rows
+from fastppo.environments.maker import success_in
 from fastppo.environments.pool import as_opening
 from fastppo.functional.scalars import describe
 from fastppo.plugins.adapters import Adapter, Address, seeded_prompts
@@ -46,10 +47,6 @@ NONE_REGISTERED = (
     "registers none when it is imported; a function in a file can make one: gym:file.py:function"
 )
 """End of a message."""
-
-SUCCESS_KEYS = ("is_success", "success")
-"""Keys of `info` that say whether an episode has reached its goal: the first is that of
-Gymnasium-Robotics and Stable-Baselines3, the second that of Meta-World and ManiSkill."""
 
 
 def load_prompts(target: str) -> Rows:
@@ -190,9 +187,9 @@ class Gym:
 
 def _outcome(info: Any, *, is_terminated: bool) -> str:
     """Return the outcome of an episode: success or failure if the environment tells them apart."""
-    for key in SUCCESS_KEYS:
-        if isinstance(info, Mapping) and key in info:
-            return SUCCESS if bool(info[key]) else FAILURE
+    success = success_in(info)
+    if success is not None:
+        return SUCCESS if success else FAILURE
     return "terminated" if is_terminated else "truncated"
 
 

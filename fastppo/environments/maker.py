@@ -41,6 +41,20 @@ class Conversation(NamedTuple):
     """Schemas of the tools that the policy may call."""
 
 
+SUCCESS_KEYS = ("is_success", "success")
+"""Keys of an info dict that say whether an episode has reached its goal: the first is that of
+Gymnasium-Robotics and Stable-Baselines3, the second that of Meta-World and ManiSkill."""
+
+
+def success_in(info: Any) -> bool | None:
+    """Return whether an episode has reached its goal; None if the info does not say so."""
+    if isinstance(info, Mapping):
+        for key in SUCCESS_KEYS:
+            if key in info:
+                return bool(info[key])
+    return None
+
+
 class StepInfo(NamedTuple):
     """What an environment says about an action, besides the reward."""
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data.datasets import DataError
+from fastppo.environments.maker import success_in
 from fastppo.environments.pool import as_opening
 from fastppo.plugins.adapters import Adapter, Address
 
@@ -131,7 +132,11 @@ class OpenEnv:
         observation = self.observation(result.observation)
         reward = float(result.reward or 0.0)
         shown = EMPTY if observation == "" else observation
-        return shown, reward, bool(result.done), {"invalid": False}
+        info: dict[str, Any] = {"invalid": False}
+        success = success_in(getattr(result, "metadata", None))  # older results have none
+        if result.done and success is not None:
+            info["success"] = success
+        return shown, reward, bool(result.done), info
 
     async def state(self) -> Any:
         """Return the server's state of the episode."""

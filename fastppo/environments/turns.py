@@ -135,6 +135,7 @@ class Turns:
                     turns[row] = self._parse(
                         episode, conversations[place], sampled.tokens[place], texts[place]
                     )
+            begin_stage(f"turn {turn}, environment {self.name}")
             answers = self._checked(self.environments.step(turns, len(episodes)), episodes)
             for row, answer in answers.items():
                 self._take_answer(episodes[row], answer, sampling, is_last=turn == self.max_turns)

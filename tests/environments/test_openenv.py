@@ -17,6 +17,7 @@ import tiny
 from fastppo import cli
 from fastppo.data.datasets import DataError
 from fastppo.environments.loading import load_environment
+from fastppo.run.log import read_jsonl
 
 pytest.importorskip("openenv")
 pytestmark = pytest.mark.slow
@@ -67,8 +68,8 @@ def test_sessions_are_independent_and_a_turn_is_the_actions_text_field(address: 
 
     assert asyncio.run(run_episodes()) == [
         ("w32", 0.0, False, VALID),
-        ("w32", 1.0, True, VALID),
-        ("w32", 1.0, True, VALID),
+        ("w32", 1.0, True, VALID | {"success": True}),
+        ("w32", 1.0, True, VALID | {"success": True}),
     ]
 
 
@@ -109,7 +110,7 @@ def test_an_invalid_action_is_answered_with_the_error() -> None:
     )
     assert "Invalid message" in other_fields[0]
     assert other_fields[1:] == (0.0, False, {"invalid": True})
-    assert right == ("w32", 1.0, True, VALID)
+    assert right == ("w32", 1.0, True, VALID | {"success": True})
 
 
 def _train(address: str, folder: Path) -> int:
@@ -143,6 +144,9 @@ def test_a_run_needs_a_session_per_episode(
     for name in ("enough", "one"):
         (tmp_path / name).mkdir()
     assert _train(address, tmp_path / "enough") == 0
+    (line,) = read_jsonl(tmp_path / "enough" / "run" / "metrics.jsonl")
+    # Every turn ends with a word, so no episode is truncated.
+    assert line["outcome/success"] + line["outcome/failure"] == 1
     with _server(_free_port(), sessions=1) as small:
         assert _train(small, tmp_path / "one") == 1
     assert "max_concurrent_envs must be at least rollout_batch_size" in capsys.readouterr().err

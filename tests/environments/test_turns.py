@@ -14,6 +14,7 @@ import pytest
 import tiny
 from environments import Scripted
 
+from fastppo.activity import Activity, during, shown_by
 from fastppo.data.prompts import Prompts
 from fastppo.environments.episodes import as_turns
 from fastppo.environments.loading import load_environment
@@ -76,6 +77,19 @@ def test_observations_are_between_the_turns() -> None:
     assert rollout.finish_reasons == ["stop"] * 2
     assert rollout.truncated == [False] * 2
     assert prompts.prompts == _prompts().prompts
+
+
+def test_waiting_for_environments_is_not_shown_as_generating_tokens() -> None:
+    activity, seen = Activity(clock=lambda: 0.0), []
+
+    class Slow(Echo):
+        def step(self, text: str) -> Any:
+            seen.append(str(activity))
+            return super().step(text)
+
+    with shown_by(activity), during("generating"):
+        _run(Slow, [[7, 1], [8, 9, 1]])
+    assert seen[::2] == [f"generating, turn {turn}, environment Slow, 0 s" for turn in (1, 2)]
 
 
 def test_a_chat_has_its_templates_text_between_two_turns() -> None:

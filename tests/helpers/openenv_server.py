@@ -45,7 +45,9 @@ class Game(Environment):
         self.guesses += 1
         said = action.text.split()[-1:] if isinstance(action, Guess) else [f"w{action.number}"]
         is_right = said == [f"w{self.number}"]
-        return Hint(says="w32", reward=float(is_right), done=is_right or self.guesses == 3)
+        done = is_right or self.guesses == 3
+        metadata = {"success": is_right}
+        return Hint(says="w32", reward=float(is_right), done=done, metadata=metadata)
 
     @property
     def state(self) -> State:

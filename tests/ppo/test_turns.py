@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from environments import OPTIONS, PROMPTS, Calculator
+from environments import OPTIONS, PROMPTS, Calculator, Exact
 from fastppo_kernels.definition import sampled_kl
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
+from fastppo.models.cache import GrowingCache
 from fastppo.ppo.coefficients import CoefficientControl
 from fastppo.ppo.estimators import estimate_advantages
 from fastppo.ppo.experience import Experience
@@ -65,8 +67,63 @@ def test_old_logprobs_and_values_of_turns_equal_a_full_pass(tmp_path: Path) -> N
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=1e-4)
 
 
+class _Eight(Exact):
+    """Eight turns."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        observation, reward, _ = super().step(text)
+        return observation, reward, self.turns == 8
+
+
+def test_a_kept_cache_leaves_the_first_ratios_at_one(tmp_path: Path) -> None:
+    """The decoder's logprobs are old logprobs in fp32, and as near to the learner's with the cache
+    of earlier turns as without it."""
+    trainer = _trainer(tmp_path, environment=_Eight, max_turns=8)
+    rollouts = []
+    for keeps in (True, False):
+        if not keeps:
+            trainer.engine.conversations = nullcontext
+        torch.manual_seed(0)
+        prompts, rollout = trainer.parts.episode_runner.run(
+            first_prompts(trainer, 16), trainer.engine, trainer.parts.sampling
+        )
+        batch = Batch.of(prompts.token_ids, rollout.tokens, response_mask=rollout.response_mask)
+        wanted = trainer.model.evaluate_plan(split(batch, trainer.config.limits()))
+        ratios = (wanted.logprobs - torch.cat(rollout.logprobs)).exp()
+        torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=5e-6)
+        rollouts.append(rollout)
+    kept, read_again = rollouts
+    assert max(sum(row) for row in kept.response_mask) > 8
+    assert kept.tokens == read_again.tokens
+
+
+def test_a_run_with_a_kept_cache_repeats_and_resumes_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    continued = []
+    begin_with = GrowingCache.begin_with
+
+    def counted(self: GrowingCache, prefixes: Any, *args: Any) -> None:
+        continued.append(len(prefixes))
+        begin_with(self, prefixes, *args)
+
+    monkeypatch.setattr(GrowingCache, "begin_with", counted)
+    options = {"environment": _Eight, "max_turns": 8, "checkpoint_interval": 1}
+    trainers = [_trainer(tmp_path / name, iterations=3, **options) for name in ("one", "two")]
+    _trainer(tmp_path / "cut", iterations=1, **options).train()
+    trainers.append(_trainer(tmp_path / "cut", iterations=3, resume=True, **options))
+    for trainer in trainers:
+        continued.clear()
+        trainer.train()
+        assert len(continued) > 8, "turns continued kept entries"
+    once, *others = [[*trainer.model.parameters()] for trainer in trainers]
+    for weights in others:
+        assert all(map(torch.equal, once, weights))
+
+
 def test_a_turn_reads_the_whole_conversation_and_learning_reads_it_once(tmp_path: Path) -> None:
-    """Counted at the embedding: two prompts of three tokens, turns of four, observations of two."""
+    """With an engine that keeps no cache, counted at the embedding: two prompts of three tokens,
+    turns of four, observations of two."""
 
     class Three:
         def reset(self, prompt: Any) -> None:

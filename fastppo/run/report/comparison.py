@@ -31,6 +31,9 @@ from fastppo.run.report.summary import summarize
 
 FILE = "comparison.html"
 
+MONITORED = Panel("Monitored rewards", "unweighted", (), ("monitor/",))
+"""The report of a run draws these over the trained reward instead."""
+
 LOCAL = ("output_dir", "resume")
 """Options that differ between any two runs."""
 
@@ -114,7 +117,7 @@ def compare_charts(runs: Sequence[Run], names: Sequence[str]) -> Groups:
     groups = []
     for heading, panels in GROUPS:
         charts = []
-        for panel in panels:
+        for panel in (*panels, MONITORED) if heading == OVERVIEW else panels:
             for metric in _metrics(panel, records):
                 chart = _chart(panel, metric, records, names)
                 if heading == OVERVIEW or not _is_constant(chart):
@@ -136,15 +139,15 @@ def _metrics(panel: Panel, records: Sequence[list[dict[str, Any]]]) -> list[str]
 def _chart(
     panel: Panel, metric: str, records: Sequence[list[dict[str, Any]]], names: Sequence[str]
 ) -> Chart:
-    has_other_metrics = len(panel.metrics) > 1 or bool(panel.prefixes)
+    is_part = (len(panel.metrics) > 1 or bool(panel.prefixes)) and panel.title.lower() != metric
     by_iteration = [
         {number_of(record): record[metric] for record in of_run if metric in record}
         for of_run in records
     ]
     x = sorted(set().union(*by_iteration))
     return Chart(
-        title=LABELS.get(metric, metric) if has_other_metrics else panel.title,
-        note=_note(panel, metric) if has_other_metrics else panel.note,
+        title=LABELS.get(metric, metric) if is_part else panel.title,
+        note=panel.title if is_part else panel.note,
         unit=panel.unit,
         xlabel="iteration",
         x=x,
@@ -154,11 +157,6 @@ def _chart(
             for name, values in zip(names, by_iteration, strict=True)
         ],
     )
-
-
-def _note(panel: Panel, metric: str) -> str:
-    """Return the panel's title, unless it repeats the name of the metric."""
-    return "" if panel.title.lower() == metric.lower() else panel.title
 
 
 def _is_constant(chart: Chart) -> bool:

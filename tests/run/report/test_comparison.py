@@ -40,7 +40,7 @@ def _charts(html: str) -> dict[str, dict[str, Any]]:
 
 def test_the_curves_of_a_metric_lie_over_each_other(runs: list[Path]) -> None:
     charts = _charts(write_comparison(runs).read_text())
-    reward = charts["reward"]
+    reward = charts["Reward"]
     assert reward["x"] == [1, 2, 3]
     assert {curve["label"]: curve["values"] for curve in reward["series"]} == {
         "a/ppo": [0.0, 0.5, 1.0],
@@ -53,6 +53,16 @@ def test_the_curves_of_a_metric_lie_over_each_other(runs: list[Path]) -> None:
         [0.5, 0.75, None],
     ]
     assert all(curve["joined"] for curve in held_out["series"])
+
+
+def test_the_monitored_rewards_have_curves(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / name, [0.0, 1.0]) for name in ("a", "b")]
+    path = runs[1] / "metrics.jsonl"
+    lines = [json.loads(line) | {"monitor/gold": 0.5} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    gold = _charts(write_comparison(runs).read_text())["monitor/gold"]
+    assert gold["note"] == "Monitored rewards"
+    assert [curve["values"] for curve in gold["series"]] == [[None, None], [0.5, 0.5]]
 
 
 def test_only_options_that_differ_are_listed(runs: list[Path]) -> None:
