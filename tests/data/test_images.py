@@ -49,8 +49,10 @@ def test_a_path_bytes_and_an_image_are_the_same(tmp_path: Path) -> None:
     assert opened.tobytes() == image.tobytes()
 
 
-def test_prompts_as_text_and_as_messages_have_the_same_tokens() -> None:
+def test_prompts_as_text_and_as_messages_have_the_same_tokens(tmp_path: Path) -> None:
     image = tiny_vision.image(9, 7)
+    path = tmp_path / "image.png"
+    path.write_bytes(_png(image))
     part = {"type": "image"}
     text = {"type": "text", "text": "w1"}
     prompts = _encoded(
@@ -59,6 +61,7 @@ def test_prompts_as_text_and_as_messages_have_the_same_tokens() -> None:
             {"prompt": [{"role": "user", "content": "w1"}], "images": [image]},
             {"prompt": [{"role": "user", "content": [part, text]}], "image": image},
             {"prompt": [{"role": "user", "content": [{**part, "image": image}, text]}]},
+            {"prompt": [{"role": "user", "content": [{**part, "path": str(path)}, text]}]},
         ]
     )
     assert all(isinstance(ids, ImagePrompt) for ids in prompts.token_ids)
