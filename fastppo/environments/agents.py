@@ -483,6 +483,8 @@ def _is_refusal(error: BaseException | None) -> bool:
     Some packages, such as verifiers, keep only the text of the error.
     """
     while error is not None:
+        if isinstance(error, BaseExceptionGroup) and any(map(_is_refusal, error.exceptions)):
+            return True  # as of asyncio.TaskGroup
         if OVER in str(error):
             return True
         response = getattr(error, "response", None)

@@ -106,13 +106,28 @@ def _ends_with_the_text(base_url: str, api_key: str) -> None:
     raise RuntimeError(f"ModelError: {text}")
 
 
+async def _ends_with_a_group_of_errors(base_url: str, api_key: str) -> None:
+    async def ask(client: httpx.AsyncClient) -> None:
+        body = {"messages": [QUESTION]}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        (await client.post("chat/completions", json=body, headers=headers)).raise_for_status()
+
+    async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(ask(client))
+
+
 def _ends_with_another_error(base_url: str, api_key: str) -> None:
     with contextlib.suppress(httpx.HTTPStatusError):
         _ask_twice(base_url, api_key)
     raise KeyError("reward")
 
 
-@pytest.mark.parametrize("agent", [_ask_twice, _ends_with_the_refusal, _ends_with_the_text])
+@pytest.mark.parametrize(
+    "agent",
+    [_ask_twice, _ends_with_the_refusal, _ends_with_the_text, _ends_with_a_group_of_errors],
+)
 def test_an_error_from_a_refusal_gives_a_reward_of_0(agent: Any) -> None:
     _, rollout = Engine("so").run(agent, max_turns=1)
     assert rollout.rewards == [[0.0] * 3]
