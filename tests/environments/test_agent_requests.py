@@ -112,10 +112,12 @@ async def _ends_with_a_group_of_errors(base_url: str, api_key: str) -> None:
         headers = {"Authorization": f"Bearer {api_key}"}
         (await client.post("chat/completions", json=body, headers=headers)).raise_for_status()
 
-    async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(3):
-                group.create_task(ask(client))
+    async with (
+        httpx.AsyncClient(base_url=base_url, timeout=60) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(3):
+            group.create_task(ask(client))
 
 
 def _ends_with_another_error(base_url: str, api_key: str) -> None:
