@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.contents import without_nulls
 from fastppo.data.datasets import DataError, Rows
 from fastppo.functional.scalars import describe
 
@@ -271,7 +272,7 @@ def _split_messages(
                 is_image = isinstance(part, Mapping) and part.get("type") == "image"
                 if is_image and part.get("image") is not None:
                     images.append(part["image"])
-                parts.append(dict(PART) if is_image else part)
+                parts.append(dict(PART) if is_image else without_nulls(part))
         if message["role"] == "user" and missing:
             parts = [dict(PART) for _ in range(missing)] + parts
             missing = 0
