@@ -8,6 +8,7 @@ matter of minutes.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,8 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
     user_optimizer = functions.get("optimizer")
     check_optimizer(config, None if user_optimizer is None else user_optimizer.function)
     tokenizer = given.text_tokenizer or load_tokenizer(config.model)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(given.tokenizer, "chat_template", None)
     if config.chat_template_kwargs:
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
     check_vocabularies(config, tokenizer)
@@ -266,7 +269,9 @@ def choose_processor(
     if config.async_steps:
         raise ValueError("async_steps=1 takes no images in prompts")
     if given.tokenizer is not None and given.text_tokenizer is not given.tokenizer:
-        processor = given.tokenizer
+        processor = copy.copy(given.tokenizer)
+        processor.tokenizer = tokenizer
+        processor.chat_template = tokenizer.chat_template  # it is saved with the policy
     else:
         name = config.model or given.model.name_or_path  # type: ignore[union-attr]
         processor = load_processor(name or "", tokenizer, model)
