@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -139,7 +140,12 @@ def trl_kernel_stats(device: torch.device) -> Stats:
 
 
 def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
+    try:
+        function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"it belongs to TRL 1.12's PPOTrainer, got {importlib.metadata.version('trl')}"
+        ) from error
     # TRL's trainer zeroes the padding afterwards.
     return lambda x, mask: function(x, mask).masked_fill(~mask, 0.0)
 
@@ -322,6 +328,9 @@ def liger_linear_stats(device: torch.device) -> Stats:
             "its function needs Liger-Kernel 0.8.2, got "
             f"{importlib.metadata.version('liger-kernel')}"
         ) from error
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if on_hopper and importlib.util.find_spec("cutlass") is None:
+        raise UnsupportedError("on a Hopper GPU its kernel needs liger-kernel[cutedsl]")
 
     def stats(
         hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = False

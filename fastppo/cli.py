@@ -267,7 +267,10 @@ def plan(
     source = ""
     if prompt_tokens is None:
         prompt_tokens, source = prompt_length(config)
-    made = make_plan(config, prompt_tokens, memory=memory, processes=processes)
+    try:
+        made = make_plan(config, prompt_tokens, memory=memory, processes=processes)
+    except ValueError as error:
+        raise ValueError(f"{error} ({source})" if source else str(error)) from error
     if source:
         made.notes.append(source)
     show(made, Console(), [] if made.fits else helpful_changes(made))

@@ -27,7 +27,7 @@ SAME = "="
 
 
 def check(function: Callable[..., Any], operation: str) -> dict[str, str]:
-    """Return a verdict per fixture of an operation: "=", "differs: …" or "not asked: …"."""
+    """Return a verdict per fixture: "=", "differs: …", "fails: …" or "not asked: …"."""
     return {
         name: _verdict(function, fixture)
         for name, fixture in fixtures().items()
@@ -53,7 +53,11 @@ def _verdict(function: Callable[..., Any], fixture: Fixture) -> str:
         given = {**inputs, **options, **batch}
         return function(**{name: x for name, x in given.items() if _names(function, name)})
 
-    wrong = difference(fixture, _outputs(call, fixture, inputs))
+    try:
+        outputs = _outputs(call, fixture, inputs)
+    except Exception as error:  # of the user's function
+        return f"fails: {type(error).__name__}: {error}"
+    wrong = difference(fixture, outputs)
     return f"differs: {wrong}" if wrong else SAME
 
 
@@ -61,19 +65,31 @@ def _outputs(
     call: Callable[[Inputs], Any], fixture: Fixture, inputs: Inputs
 ) -> Mapping[str, Tensor]:
     """Return the outputs of a function, with the gradient if the answer has one."""
+
+    def differentiable(inputs: Inputs) -> Tensor:
+        returned = call(inputs)
+        if not isinstance(returned, Tensor):
+            raise TypeError(f"expected a tensor, got {type(returned).__name__}")
+        if not returned.requires_grad:
+            raise ValueError("expected a tensor with a gradient, got one without")
+        return returned
+
     if fixture.operation == "policy":
         return policy_outputs(
-            lambda logprobs, part: call(part | {"logprobs": logprobs}),
+            lambda logprobs, part: differentiable(part | {"logprobs": logprobs}),
             inputs,
             Policy(**fixture.options),
         )
     if "gradient" in fixture.answer:
         name = "values" if fixture.operation == "value" else "logprobs"
-        value, gradient = with_gradient(lambda x: call(inputs | {name: x}), inputs[name])
+        value, gradient = with_gradient(lambda x: differentiable(inputs | {name: x}), inputs[name])
         return {"loss" if "loss" in fixture.answer else "kl": value, "gradient": gradient}
     returned = call(inputs)
     if isinstance(returned, Mapping):
         return returned
+    if isinstance(returned, tuple):
+        names = " and ".join(fixture.answer)
+        raise TypeError(f"expected a tensor or a mapping of {names}, got a tuple")
     first = next(iter(fixture.answer))
     return {first: torch.as_tensor(returned)}
 

@@ -23,6 +23,9 @@ class EncodedImages(NamedTuple):
     """Id of an image token."""
     kind: Any
     """Class of the tower's output in transformers."""
+    block: int = 0
+    """Number of embeddings per block if the tower returns all in one tensor, [blocks, block, H], as
+    Idefics3 does in transformers 5.19; 0 if it returns a list."""
 
 
 class ImageInputs(NamedTuple):
@@ -34,6 +37,7 @@ class ImageInputs(NamedTuple):
     position_ids: Tensor | None
     """Position in the text, then in time, height and width: [4, B, S] int64."""
     kind: Any
+    block: int
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -41,7 +45,10 @@ class ImageInputs(NamedTuple):
         more: dict[str, Any] = {}
         if self.deepstack:
             more["deepstack_features"] = [[features] for features in self.deepstack]
-        output = self.kind(pooler_output=[self.features], **more)
+        features: Any = [self.features]
+        if self.block:
+            features = self.features.unflatten(0, (-1, self.block))
+        output = self.kind(pooler_output=features, **more)
         keywords: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
         if self.position_ids is not None:
             keywords["position_ids"] = self.position_ids
@@ -64,6 +71,7 @@ class ImageInputs(NamedTuple):
             deepstack=tuple(map(torch.cat, zip(*(x.deepstack for x in given), strict=True))),
             position_ids=position_ids,
             kind=given[0].kind,
+            block=given[0].block,
         )
 
 

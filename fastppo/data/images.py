@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 COLUMNS = ("images", "image")
 """Columns that hold images."""
 
+KEYS = ("image", "path")
+"""Keys of a message's part that hold its image; the second is that of transformers' chats."""
+
 THUMBNAIL = 96
 """Largest width and height of a thumbnail, pixels."""
 
@@ -166,7 +169,9 @@ def encode_image_prompt(
         sources = sources or within
         if _placeholders(prompt) != len(sources):
             raise DataError(
-                f"{where}: {len(sources)} images for {_placeholders(prompt)} placeholders"
+                f"{where}: {len(sources)} images for {_placeholders(prompt)} placeholders; an "
+                f"image is in the column {' or '.join(COLUMNS)}, or in its part under "
+                f"{' or '.join(KEYS)}"
             )
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
         options["add_special_tokens"] = False
@@ -284,8 +289,8 @@ def _split_messages(
                         f"{describe(part.get('type'))}"
                     )
                 is_image = isinstance(part, Mapping) and part.get("type") == "image"
-                if is_image and part.get("image") is not None:
-                    images.append(part["image"])
+                if is_image:
+                    images += [part[key] for key in KEYS if part.get(key) is not None][:1]
                 parts.append(dict(PART) if is_image else without_nulls(part))
         if message["role"] == "user" and missing:
             parts = [dict(PART) for _ in range(missing)] + parts

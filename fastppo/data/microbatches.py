@@ -109,10 +109,10 @@ class MicrobatchPlan:
     batches: list[Batch]
     """Microbatches of this rank, in the order they run."""
     world: World
-    own_sequences: int
-    """Sequences of this rank, without fillers."""
-    own_tokens: int
-    """Response tokens of those sequences."""
+    sequences: list[int]
+    """Number of sequences of each rank, without fillers."""
+    tokens: list[int]
+    """Number of response tokens of each rank, without fillers."""
     sequence_order: Tensor | None = None
     """Index of each sequence of the batch in the concatenation over all ranks, [B] int64 on the
     device; None if the order is unchanged."""
@@ -125,12 +125,12 @@ class MicrobatchPlan:
         Args:
             values: values of this rank's response tokens, one microbatch after another.
         """
-        values = self.world.cat(values[: self.own_tokens])
+        values = self.world.cat(values[: self.tokens[self.world.rank]], self.tokens)
         return values if self.token_order is None else values[self.token_order]
 
     def sequences_in_order(self, values: Tensor) -> Tensor:
         """Gather per-sequence values of all ranks in the batch's order, [B]."""
-        values = self.world.cat(values[: self.own_sequences])
+        values = self.world.cat(values[: self.sequences[self.world.rank]], self.sequences)
         return values if self.sequence_order is None else values[self.sequence_order]
 
 
@@ -140,13 +140,14 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
     assignment = assign(batch.lengths, limits, world)
     rows = [part for parts in assignment.ranks for part in parts]
     if not rows or (world.size == 1 and len(rows) == 1):
-        return MicrobatchPlan([batch] if rows else [], world, len(batch), batch.response_count)
+        sequences = [len(batch)] * world.size  # several ranks only share an empty batch here
+        tokens = [batch.response_count] * world.size
+        return MicrobatchPlan([batch] if rows else [], world, sequences, tokens)
     order = torch.cat(rows)
     place = torch.argsort(order)
     lengths = batch.generated_lengths
     begin = starts(lengths[order])[place]
-    own = assignment.ranks[world.rank]
-    own_rows = torch.cat(own) if own else torch.arange(0)
+    rows_of_ranks = [torch.cat([torch.arange(0), *parts]) for parts in assignment.ranks]
     run = assignment.of_rank(world.rank)
     run_rows = torch.cat(run)
     positions, sequence_order, token_order = in_one_copy(
@@ -155,8 +156,8 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
     return MicrobatchPlan(
         batches=batch.select(run_rows, positions).split([len(part) for part in run]),
         world=world,
-        own_sequences=len(own_rows),
-        own_tokens=int(lengths[own_rows].sum()),
+        sequences=[len(rows) for rows in rows_of_ranks],
+        tokens=[int(lengths[rows].sum()) for rows in rows_of_ranks],
         sequence_order=sequence_order,
         token_order=token_order,
     )

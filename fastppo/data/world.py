@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,12 +59,17 @@ class World:
         distributed.all_gather_object(gathered, value)
         return gathered
 
-    def cat(self, rows: Tensor) -> Tensor:
-        """Concatenate the rows [n, …] of all ranks; n may differ."""
+    def cat(self, rows: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the rows [n, …] of all ranks; n may differ.
+
+        Args:
+            lengths: n of each rank. Without them the ranks exchange n, for which the host waits.
+        """
         if self.size == 1:
             return rows
-        count = torch.tensor([len(rows)], device=rows.device)
-        lengths = [int(length) for length in self._all(count)]
+        if lengths is None:
+            count = torch.tensor([len(rows)], device=rows.device)
+            lengths = [int(length) for length in self._all(count)]
         padded = rows.new_zeros(max(lengths), *rows.shape[1:])
         padded[: len(rows)] = rows
         parts = zip(self._all(padded), lengths, strict=True)
@@ -107,7 +112,7 @@ class World:
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum a 0-d tensor over the ranks, in rank order."""
-        return value if self.size == 1 else self.cat(value.reshape(1)).sum()
+        return value if self.size == 1 else self.cat(value.reshape(1), [1] * self.size).sum()
 
     def total(self, value: Tensor) -> Tensor:
         """Sum a tensor over the ranks; all ranks get the same bits."""

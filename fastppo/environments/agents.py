@@ -16,11 +16,15 @@ answered one after the other. The reward that the function returns goes to the l
 
 The tools of a request are shown by the chat template and called in the format of
 `fastppo.environments.tools.ToolFormat`. A turn whose calls cannot be parsed is answered as text,
-and counts as an invalid action.
+and counts as an invalid action. With `tool_choice: none` the tools are shown and calls are left in
+the text.
 
 A truncated answer has the finish reason `length`. After it, and after the last turn or at the end
-of the context, requests are refused. The function may still return a reward; if it raises instead,
-the reward is 0.
+of the context, requests are refused. The function may still return a reward; if it raises the
+client's error (status 400) instead, the reward is 0. Any other error is a failure of the
+environment, and so are `MAX_REFUSALS` refused requests.
+
+A request whose client has disconnected before its turn is not answered.
 
 The server implements `/v1/chat/completions` of OpenAI's API (version 1) while there are sessions.
 It listens on a free port of 127.0.0.1, or at `chat:agent.py:run?host=…&port=…`. Keys are 256 random
@@ -65,11 +69,19 @@ OVER = "the episode is over: it has reached its limit of turns or tokens"
 
 ENDED = "the session has ended"
 
+ABANDONED = "the client has disconnected"
+
 UNSUPPORTED = ("functions", "logit_bias", "logprobs", "response_format")
 """Request options that are refused."""
 
 RETRIES = "x-stainless-retry-count"
 """Header of OpenAI's clients with the number of earlier attempts of a request."""
+
+MAX_REFUSALS = 32
+"""Requests after the end of an episode. With more of them the agent has failed.
+
+An agent may have sent many at the same time, so a few are no sign of an endless loop.
+"""
 
 TEXT = {"type": "text"}
 """The supported `response_format`, which is the default."""
@@ -87,6 +99,8 @@ class ChatAnswer(NamedTuple):
 
     turn: PolicyTurn
     finish_reason: str
+    first_call: int = 0
+    """Number of the answer's first tool call in the episode."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -94,8 +108,8 @@ class ChatAnswer(NamedTuple):
         message: dict[str, Any] = {"role": "assistant", "content": self.turn.text}
         if self.turn.tool_calls:
             message["tool_calls"] = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-                for function in map(_with_json, self.turn.tool_calls)
+                {"id": call_id(number), "type": "function", "function": _with_json(call)}
+                for number, call in enumerate(self.turn.tool_calls, self.first_call)
             ]
         return message
 
@@ -109,11 +123,28 @@ class ChatAnswer(NamedTuple):
         }
 
 
+def call_id(number: int) -> str:
+    """Return the id of an episode's tool call.
+
+    Ids enter the prompt of some chat templates, so they are the same in every run. Mistral's
+    templates accept nine letters and digits only.
+    """
+    return f"call{number:05d}"
+
+
 def _with_json(call: Mapping[str, Any]) -> dict[str, str]:
     """Return the function of a call with its arguments as JSON."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {"name": function["name"], "arguments": arguments}
+
+
+class AgentTurn(NamedTuple):
+    """A turn of the policy, with its calls parsed and as text."""
+
+    parsed: PolicyTurn
+    text: str
+    """The turn, tool calls included."""
 
 
 class AgentFormat(TurnFormat):
@@ -148,29 +179,30 @@ class AgentFormat(TurnFormat):
         """Describe the tools in a system message if the chat template ignores them."""
         return messages if self.tools is None else self.tools.opening(messages)
 
-    def parse(self, conversation: list[int], ids: list[int], text: str) -> PolicyTurn:
+    def parse(self, conversation: list[int], ids: list[int], text: str) -> AgentTurn:
         """Return the turn with its lengths and tool calls."""
         turn = PolicyTurn(text, len(conversation), len(ids))
         if self.tools is None:
-            return turn
+            return AgentTurn(turn, text)
         parsed = self.tools.parse(conversation, ids, text)
         turn = turn._replace(is_malformed=bool(parsed.error))
         if not parsed.calls:
-            return turn
+            return AgentTurn(turn, text)
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.calls
         ]
-        return turn._replace(text=parsed.text, tool_calls=calls)
+        return AgentTurn(turn._replace(text=parsed.text, tool_calls=calls), text)
 
-    def is_malformed(self, turn: PolicyTurn) -> bool | None:
+    def is_malformed(self, turn: AgentTurn) -> bool | None:
         """Return whether the calls of a turn could not be parsed."""
-        return turn.is_malformed
+        return turn.parsed.is_malformed
 
-    def message(self, turn: PolicyTurn, text: str) -> dict[str, Any]:
+    def message(self, turn: AgentTurn, text: str) -> dict[str, Any]:
         """Return the message that repeats a turn in a request."""
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text}
-        return {**message, "tool_calls": turn.tool_calls} if turn.tool_calls else message
+        parsed = turn.parsed
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
+        return {**message, "tool_calls": parsed.tool_calls} if parsed.tool_calls else message
 
 
 class Agent(EnvironmentMaker):
@@ -225,7 +257,16 @@ class Request(NamedTuple):
     """A request of an agent."""
 
     conversation: Conversation
+    may_call: bool
+    """Whether the answer may have tool calls."""
     answer: asyncio.Future[ChatAnswer]
+    clients: list[Any]
+    """HTTP requests that wait for the answer: the first, and its retries."""
+
+    async def is_abandoned(self) -> bool:
+        """Return whether every client has disconnected."""
+        gone = [await client.is_disconnected() for client in self.clients]
+        return bool(gone) and all(gone)
 
 
 class Session:
@@ -249,8 +290,13 @@ class Session:
         self.arrival: asyncio.Event
         """Set while there is a pending request."""
         self.is_over = False
-        self.was_refused = False
-        """Whether a request was refused because the episode is over."""
+        self.refusals = 0
+        """Requests that were refused because the episode is over."""
+        self.refused_too_often: asyncio.Event
+        self.calls = 0
+        """Tool calls in the answers."""
+        self.call_texts: dict[str, dict[str, Any]] = {}
+        """Messages with tool calls by the text as which they were answered."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
         """Start the agent. Return the conversation of its first request."""
@@ -262,7 +308,10 @@ class Session:
         self.arrival = asyncio.Event()
         self.has_returned_reward = False
         self.is_over = False
-        self.was_refused = False
+        self.refusals = 0
+        self.refused_too_often = asyncio.Event()
+        self.calls = 0
+        self.call_texts = {}
         row = {**columns, "prompt": prompt, "base_url": base_url, "api_key": self.key}
         self.task = asyncio.create_task(self._call_agent(row))
         conversation = await self._next_conversation(self.task)
@@ -270,7 +319,7 @@ class Session:
             raise RuntimeError(f"{_result(self.task)!r} was returned without a request")
         return conversation
 
-    async def step(self, turn: PolicyTurn) -> tuple[Any, Any, bool]:
+    async def step(self, turn: AgentTurn) -> tuple[Any, Any, bool]:
         """Answer the oldest request.
 
         Returns:
@@ -278,9 +327,16 @@ class Session:
             returned.
         """
         assert self.task is not None
-        self._answer(ChatAnswer(turn, CALLS if turn.tool_calls else FINISHED))
+        answered = turn.parsed
+        if answered.tool_calls and not self.pending[0].may_call:
+            self.call_texts[turn.text.strip()] = self._message_with_calls(answered)
+            answered = answered._replace(text=turn.text, tool_calls=())
+        finish_reason = CALLS if answered.tool_calls else FINISHED
+        self._answer(ChatAnswer(answered, finish_reason, self.calls))
+        self.calls += len(turn.parsed.tool_calls)
         conversation = await self._next_conversation(self.task)
         if conversation is None:
+            self._refuse(ENDED)
             self.has_returned_reward = True
             return "", _result(self.task), True
         return conversation, 0.0, False
@@ -290,6 +346,9 @@ class Session:
 
         Args:
             cut_off: the policy's last turn if it was truncated.
+
+        Raises:
+            RuntimeError: the agent sends requests after the end without an end.
         """
         assert self.task is not None
         if self.has_returned_reward:
@@ -298,10 +357,18 @@ class Session:
         if cut_off is not None:
             self._answer(ChatAnswer(cut_off, TRUNCATED))
         # An agent that has returned already did not wait for the answers.
-        self.was_refused = bool(self.pending) and not self.task.done()
+        self.refusals += bool(self.pending) and not self.task.done()
         self._refuse(OVER)
-        await asyncio.wait({self.task})
-        if self.task.exception() is not None and self.was_refused:
+        refused_too_often = asyncio.create_task(self.refused_too_often.wait())
+        await asyncio.wait({self.task, refused_too_often}, return_when=asyncio.FIRST_COMPLETED)
+        refused_too_often.cancel()
+        if not self.task.done():
+            raise RuntimeError(
+                f"{self.refusals} requests were sent after the end of the episode: return the "
+                "reward when a request is refused with status 400"
+            )
+        error = self.task.exception()
+        if error is not None and self.refusals and _is_refusal(error):
             return 0.0
         return _result(self.task)
 
@@ -311,32 +378,59 @@ class Session:
         await self.server.leave(self)
 
     def ask(
-        self, conversation: Conversation, *, is_retry: bool = True
+        self,
+        conversation: Conversation,
+        may_call: bool = True,
+        *,
+        is_retry: bool = False,
+        client: Any = None,
     ) -> asyncio.Future[ChatAnswer]:
         """Take a request. Return a future of its answer.
 
         Args:
-            is_retry: whether the client may have sent the request before, after its time limit. The
-                same pending request is then answered once.
+            may_call: whether the answer may have tool calls.
+            is_retry: whether the client has sent the request before, and reached its time limit.
+                The same pending request is then answered once.
+            client: the HTTP request.
 
         Raises:
             RefusedError: the episode is over.
         """
         if self.is_over:
-            self.was_refused = True
+            self.refusals += 1
+            if self.refusals > MAX_REFUSALS:
+                self.refused_too_often.set()
             raise RefusedError(OVER)
+        clients = [] if client is None else [client]
+        messages = [self._with_calls(message) for message in conversation.messages]
+        conversation = conversation._replace(messages=messages)
         for request in self.pending:
-            if is_retry and request.conversation == conversation:
+            same = (request.conversation, request.may_call) == (conversation, may_call)
+            if is_retry and same:
+                request.clients.extend(clients)
                 return request.answer
-        self.pending.append(Request(conversation, asyncio.get_running_loop().create_future()))
+        answer: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
+        self.pending.append(Request(conversation, may_call, answer, clients))
         self.arrival.set()
-        return self.pending[-1].answer
+        return answer
+
+    def _message_with_calls(self, turn: PolicyTurn) -> dict[str, Any]:
+        """Return the message of a turn with its tool calls, as a request would repeat it."""
+        calls = [
+            {"id": call_id(number), **call}
+            for number, call in enumerate(turn.tool_calls, self.calls)
+        ]
+        return {"role": "assistant", "content": turn.text, "tool_calls": calls}
+
+    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with the tool calls that were answered as text."""
+        if message["role"] != "assistant" or "tool_calls" in message:
+            return message
+        return self.call_texts.get(message["content"].strip(), message)
 
     def _answer(self, answer: ChatAnswer) -> None:
         """Answer the oldest request."""
         self.pending.pop(0).answer.set_result(answer)
-        if not self.pending:
-            self.arrival.clear()
 
     def _refuse(self, sentence: str) -> None:
         """Refuse all pending requests."""
@@ -353,10 +447,18 @@ class Session:
 
     async def _next_conversation(self, task: asyncio.Task[Any]) -> Conversation | None:
         """Wait for a request. Return its conversation, or None if the agent has returned."""
-        arrival = asyncio.create_task(self.arrival.wait())
-        await asyncio.wait({arrival, task}, return_when=asyncio.FIRST_COMPLETED)
-        arrival.cancel()
-        return self.pending[0].conversation if self.pending else None
+        while True:
+            if not self.pending:
+                self.arrival.clear()
+            arrival = asyncio.create_task(self.arrival.wait())
+            await asyncio.wait({arrival, task}, return_when=asyncio.FIRST_COMPLETED)
+            arrival.cancel()
+            if task.done():
+                return None
+            while self.pending:
+                if not await self.pending[0].is_abandoned():
+                    return self.pending[0].conversation
+                self.pending.pop(0).answer.set_exception(RefusedError(ABANDONED))
 
     async def _stop(self) -> None:
         """Stop the agent. A thread ends at its next request."""
@@ -373,6 +475,23 @@ def _result(task: asyncio.Task[Any]) -> Any:
         return task.result()
     except UserCodeError as error:
         raise error.__cause__ or error from None
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Return whether an error comes from a response with status 400, as of openai and httpx.
+
+    Some packages, such as verifiers, keep only the text of the error.
+    """
+    while error is not None:
+        if isinstance(error, BaseExceptionGroup) and any(map(_is_refusal, error.exceptions)):
+            return True  # as of asyncio.TaskGroup
+        if OVER in str(error):
+            return True
+        response = getattr(error, "response", None)
+        if 400 in (getattr(error, "status_code", None), getattr(response, "status_code", None)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 # -------------------------------------------------------------------------------------- the server
@@ -460,8 +579,10 @@ class ChatServer:
             return _refusal("there is no session with this key", 401)
         try:
             body = await request.json()
-            is_retry = request.headers.get(RETRIES) != "0"
-            answer = await asyncio.shield(session.ask(_read_request(body), is_retry=is_retry))
+            is_retry = request.headers.get(RETRIES, "0") != "0"
+            answer = await asyncio.shield(
+                session.ask(*_read_request(body), is_retry=is_retry, client=request)
+            )
         except (RefusedError, ValueError) as error:  # ValueError: invalid JSON
             return _refusal(str(error), 400)
         completion = {
@@ -504,8 +625,8 @@ def _refusal(sentence: str, status: int) -> Any:
     return JSONResponse({"error": error}, status_code=status)
 
 
-def _read_request(body: Any) -> Conversation:
-    """Return the messages and tools of a request in the format of chat templates.
+def _read_request(body: Any) -> tuple[Conversation, bool]:
+    """Return the conversation of a request, and whether the answer may have tool calls.
 
     Raises:
         RefusedError: there are no messages, or an option is not supported.
@@ -525,8 +646,9 @@ def _read_request(body: Any) -> Conversation:
         )
     if not body["messages"]:
         raise RefusedError("there are no messages")
-    tools = [] if choice == "none" else [_read_tool(tool) for tool in body.get("tools") or ()]
-    return Conversation([_read_message(message) for message in body["messages"]], tools)
+    tools = [_read_tool(tool) for tool in body.get("tools") or ()]
+    messages = [_read_message(message) for message in body["messages"]]
+    return Conversation(messages, tools), choice != "none"
 
 
 def _read_tool(tool: Any) -> dict[str, Any]:

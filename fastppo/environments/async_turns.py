@@ -43,12 +43,12 @@ class AsyncTurns:
         engine.prepare(following.token_ids)
 
     def run(
-        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling, *, held_out: bool = False
     ) -> tuple[Prompts, Rollout]:
         """Run an episode for each prompt; see `Turns.run`. Evaluations run theirs now."""
         assert isinstance(engine, AsyncEngine)
         if not engine.is_training:
-            return self.turns.run(prompts, engine.engine, sampling)
+            return self.turns.run(prompts, engine.engine, sampling, held_out=held_out)
         rollout = engine.ahead(
             prompts.token_ids,
             sampling,

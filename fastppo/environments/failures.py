@@ -4,8 +4,9 @@
     drop    the episode is left out of the batch and counted
 
 With several samples per prompt, the others of a dropped one are left out too, so that the samples
-of a prompt remain adjacent and complete. A run with `drop` ends if all episodes of a batch fail, or
-more than a tenth of those of three batches in a row.
+of a prompt remain adjacent and complete. A run with `drop` ends if all episodes of an iteration
+fail, or more than a tenth of those of three iterations in a row. Evaluations leave out the failed
+episodes alone, and do not end a run unless all of theirs fail.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from fastppo.environments.episodes import Episode
-from fastppo.rewards.reward import RewardError
+from fastppo.rewards.reward import AllFailedError, RewardError
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 3
+ITERATIONS = 3
 MOST = 0.1
-"""Share of failed episodes in `BATCHES` batches that ends a run."""
+"""Share of failed episodes in `ITERATIONS` iterations that ends a run."""
 
 
 class RaiseFailures:
@@ -33,12 +34,12 @@ class RaiseFailures:
         """Raise the error."""
         raise error
 
-    def kept(self, episodes: Sequence[Episode]) -> Sequence[int]:
-        """Return the rows of the episodes to train on: all."""
+    def kept(self, episodes: Sequence[Episode], *, held_out: bool = False) -> Sequence[int]:
+        """Return the rows of the episodes to keep: all."""
         return range(len(episodes))
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics."""
+        """End an iteration or an evaluation, and return no metrics."""
         return {}
 
 
@@ -55,41 +56,51 @@ class DropFailures(RaiseFailures):
         self.samples = samples_per_prompt
         self.failed = 0
         """Episodes since the last call of `metrics`."""
-        self.recent: deque[tuple[int, int]] = deque(maxlen=BATCHES)
-        """(failed episodes, all episodes) of the latest batches."""
+        self.recent: deque[list[int]] = deque([[0, 0]], maxlen=ITERATIONS)
+        """[failed episodes, all episodes] of the latest iterations; the last is in progress."""
 
     def take(self, episode: Episode, error: RewardError) -> None:
         """End the episode."""
         episode.error = error
 
-    def kept(self, episodes: Sequence[Episode]) -> Sequence[int]:
-        """Return the rows of the episodes to train on.
+    def kept(self, episodes: Sequence[Episode], *, held_out: bool = False) -> Sequence[int]:
+        """Return the rows of the episodes to keep.
+
+        Args:
+            held_out: whether this is an evaluation: prompts have one sample, and failures do not
+                count for the end of the run.
 
         Raises:
+            AllFailedError: none is left.
             RewardError: too many have failed.
         """
         failed = [row for row, episode in enumerate(episodes) if episode.error is not None]
         self.failed += len(failed)
-        self.recent.append((len(failed), len(episodes)))
+        if not held_out:
+            self.recent[-1][0] += len(failed)
+            self.recent[-1][1] += len(episodes)
         if not failed:
             return range(len(episodes))
         first = episodes[failed[0]].error
         sentence = f"{len(failed)} of {len(episodes)} episodes failed: {first}"
-        left_out = {row // self.samples for row in failed}
-        kept = [row for row in range(len(episodes)) if row // self.samples not in left_out]
-        if not kept:
-            raise RewardError(f"no episode is left to train on: {sentence}") from first
         lost, total = map(sum, zip(*self.recent, strict=True))
-        if len(self.recent) == BATCHES and lost > MOST * total:
+        if len(self.recent) == ITERATIONS and lost > MOST * total and not held_out:
             raise RewardError(
-                f"environment_failure=drop: {lost} of the {total} episodes of {BATCHES} batches "
-                f"failed, more than a tenth; {sentence}"
+                f"environment_failure=drop: {lost} of the {total} episodes of {ITERATIONS} "
+                f"iterations failed, more than a tenth; {sentence}"
             ) from first
+        samples = 1 if held_out else self.samples
+        left_out = {row // samples for row in failed}
+        kept = [row for row in range(len(episodes)) if row // samples not in left_out]
+        if not kept:
+            raise AllFailedError(f"no episode is left: {sentence}") from first
         logger.info(f"{sentence}; left out {len(episodes) - len(kept)}")
         return kept
 
     def metrics(self) -> dict[str, float]:
-        """Return the failed episodes since the last call."""
+        """End an iteration or an evaluation, and return its number of failed episodes."""
+        if self.recent[-1][1]:
+            self.recent.append([0, 0])
         failed = self.failed
         self.failed = 0
         return {"failed_episodes": float(failed)}

@@ -99,9 +99,12 @@ class Turns:
         self.format = self.make.turn_format(tokenizer)
 
     def run(
-        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling, *, held_out: bool = False
     ) -> tuple[Prompts, Rollout]:
         """Run an episode for each prompt.
+
+        Args:
+            held_out: whether this is an evaluation; see `DropFailures.kept`.
 
         Returns:
             the prompts, with the first observations as token ids, and the responses. The rewards of
@@ -113,10 +116,10 @@ class Turns:
                 `failure_file` first. If failed episodes are dropped, too many have failed.
         """
         with engine.conversations():
-            return self._run(prompts, engine, sampling)
+            return self._run(prompts, engine, sampling, held_out)
 
     def _run(
-        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling, held_out: bool
     ) -> tuple[Prompts, Rollout]:
         episodes = self._open(prompts, sampling.max_new_tokens)
         samplings = _by_turn(sampling)
@@ -147,12 +150,13 @@ class Turns:
             final_rewards = self._checked(self.environments.end(cut_off, len(episodes)), episodes)
             for row, reward in final_rewards.items():
                 episodes[row].add_reward(reward)
-        kept = self.failures.kept(episodes)
+        kept = self.failures.kept(episodes, held_out=held_out)
         episodes = [episodes[row] for row in kept]
         prompts = prompts.select(kept)
         # Rewards get the dataset's prompts. The token ids include the first observations.
         ids = [episode.row.prompt_ids for episode in episodes]
         rollout = rollout_of(episodes)
+        rollout.rows = list(kept)
         if self.format.has_calls:
             rollout.calls = [episode.calls for episode in episodes]
         return Prompts(prompts.prompts, ids, prompts.columns), rollout
@@ -161,7 +165,7 @@ class Turns:
         """Do nothing: `AsyncTurns` runs episodes ahead."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of failed episodes since the last call, if they are dropped."""
+        """End an iteration or an evaluation; see `DropFailures.metrics`."""
         return self.failures.metrics()
 
     def close(self) -> None:

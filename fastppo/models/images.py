@@ -172,6 +172,7 @@ class ImageEncoder(NoImages):
                 f"images: the prompt has {count} image tokens, and the vision tower returns "
                 f"{len(features)} embeddings"
             )
+        in_one_tensor = isinstance(output.pooler_output, torch.Tensor)
         deepstack = getattr(output, "deepstack_features", None) or ()
         return EncodedImages(
             features=features,
@@ -179,6 +180,7 @@ class ImageEncoder(NoImages):
             positions=self._positions(prompt, inputs),
             token_id=token_id,
             kind=type(output),
+            block=output.pooler_output.shape[-2] if in_one_tensor else 0,
         )
 
     def _positions(self, prompt: ImagePrompt, inputs: dict[str, Any]) -> Any:

@@ -203,10 +203,12 @@ async def await_call(function: Callable[[], Any]) -> Any:
         with _as_user_code_error():
             returned = function()
             return await returned if inspect.isawaitable(returned) else returned
-    except UserCodeError:
+    except UserCodeError as error:
+        # Before Python 3.13, a TaskGroup that failed leaves its task with a request to cancel it.
+        was_cancelled = isinstance(error.__cause__, asyncio.CancelledError)
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # by this module, so nobody reads the result
-            raise asyncio.CancelledError from None
+        if was_cancelled and task is not None and task.cancelling():
+            raise asyncio.CancelledError from None  # by this module, so nobody reads the result
         raise
 
 

@@ -9,12 +9,14 @@ Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 
 from fastppo.data.prompts import Prompts
 from fastppo.ppo.experience import Responses
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.rewards.reward import AllFailedError
 
 Respond = Callable[[Prompts], Responses]
 """Generates and scores responses."""
@@ -89,7 +91,8 @@ def with_replacements(
         missing = wanted - int(_differ(drawn, samples).sum())
         if missing <= 0:
             break
-        drawn = Responses.joined([drawn, draw(missing)])
+        with suppress(AllFailedError):  # of a few episodes; an environment's failures are counted
+            drawn = Responses.joined([drawn, draw(missing)])
     differ = _differ(drawn, samples).tolist()
     by_use = sorted(range(len(differ)), key=lambda prompt: not differ[prompt])
     chosen = sorted(by_use[:wanted])

@@ -22,6 +22,7 @@ from fastppo.ppo.algorithm import PPO
 from fastppo.ppo.metrics import LOGGED_SAMPLES, policy_metrics, response_metrics, standard_errors
 from fastppo.ppo.out_of_memory import explain_out_of_memory
 from fastppo.ppo.rows import Rows
+from fastppo.rewards.reward import AllFailedError
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
@@ -72,6 +73,9 @@ def evaluate_policy(
         dict: means of reward, each reward term and monitor, kl (nats per sequence, with a
         reference), entropy (nats per token), response_length and eos_rate; `completions`, the
         texts; `prompts`, `scores`, `rollout`, without failed episodes that are dropped.
+
+    Raises:
+        AllFailedError: all episodes failed, and failed ones are dropped.
     """
     config = ppo.config
     coefficients = ppo.state.coefficient_control.at(ppo.state.iteration)
@@ -81,7 +85,9 @@ def evaluate_policy(
         during("evaluating"),
     ):
         begin_stage(f"from prompt {first + 1}" if first else "")
-        prompts, rollout = ppo.parts.episode_runner.run(prompts, ppo.engine, sampling)
+        prompts, rollout = ppo.parts.episode_runner.run(
+            prompts, ppo.engine, sampling, held_out=True
+        )
         scores = ppo.score(prompts, rollout, coefficients, scorer)
     batch = Rows.of(prompts.token_ids, rollout).batch(ppo.parts.device)
 
@@ -150,9 +156,17 @@ class Evaluation:
         counts: dict[str, int] = {}
         scores: list[Scores] = []
         records: list[dict[str, Any]] = []
+        failed = 0.0
+        error: AllFailedError | None = None
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
-            result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
+            try:
+                result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
+            except AllFailedError as all_failed:
+                error = all_failed
+                failed += self.ppo.parts.episode_runner.metrics()["failed_episodes"]
+                continue
+            failed += result.get("failed_episodes", 0.0)
             part = result["prompts"]
             applying = result["scores"].counts
             for name, value in result.items():
@@ -163,7 +177,10 @@ class Evaluation:
             scores.append(result["scores"])
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
+        if not scores:
+            raise error or AssertionError("an evaluation without prompts")
         means = {name: total / counts[name] for name, total in sums.items()}
+        means |= {"failed_episodes": failed} if failed else {}
         means |= {"reward_error": math.nan, **standard_errors(Scores.joined(scores))}
         return means, records
 
@@ -186,7 +203,7 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
     scored = {**scores.terms, **scores.monitors}
     rewards = {name: values.or_none[row] for name, values in scored.items()}
     return {
-        "row": begin + row,
+        "row": begin + (row if rollout.rows is None else rollout.rows[row]),
         **prompts.record(row),
         "completion": result["completions"][row],
         "reward": scores.total[row].item(),

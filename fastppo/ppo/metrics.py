@@ -98,10 +98,12 @@ class LossSums(NamedTuple):
             return own
         # One row of numbers per rank needs a single collective.
         names = ("loss", "value_loss", "value_clipped", "computed")
-        scalars = [torch.as_tensor(getattr(own, name), device=own.loss.device) for name in names]
-        row = torch.cat([torch.stack([x.double() for x in scalars]), own.policy.double()])
+        # The host would wait for a copy of `computed` to the device, but not for a fill.
+        computed = torch.zeros_like(own.loss, dtype=torch.float64) + own.computed
+        scalars = [own.loss.double(), own.value_loss.double(), own.value_clipped.double(), computed]
+        row = torch.cat([torch.stack(scalars), own.policy.double()])
         ranks = []
-        for numbers in world.cat(row.unsqueeze(0)):
+        for numbers in world.cat(row.unsqueeze(0), [1] * world.size):
             by_name = dict(zip(names, numbers[: len(names)], strict=True))
             ranks.append(cls(policy=numbers[len(names) :], **by_name))
         return functools.reduce(cls.plus, ranks)

@@ -85,7 +85,7 @@ class Pretraining(NoPretraining):
             self.parts.optimizer.backward(coef * loss)
             losses.append(loss.detach())
         total = torch.zeros((), device=model.device)
-        for loss in world.cat(torch.stack(losses)):
+        for loss in world.cat(torch.stack(losses), [len(losses)] * world.size):
             total = total + loss
         return total
 

@@ -1,8 +1,10 @@
 """The rows of a batch of episodes: the sequences that PPO reads and trains on.
 
 Most episodes are one row. An agent's episode has several if its requests do not all continue one
-conversation (`fastppo.environments.episodes`). Rewards and groups are of episodes, and an episode
-weighs as one however many rows it has:
+conversation (`fastppo.environments.episodes`). Rewards and groups are of episodes. With the default
+`aggregation: token-mean` every token weighs the same, so an episode of three rows of equal length
+weighs three times as much as one of one such row. Only with `seq-mean-token-mean` does an episode
+weigh as one:
 
     score            each row ends with the score of its episode, so every turn is credited
     values, GAE      of each row by itself

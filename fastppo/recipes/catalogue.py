@@ -127,7 +127,7 @@ RECIPES = (
         description="count the red circles in a picture: a small vision-language model made from "
         "scratch, with a critic",
         hardware="one core, about 1 GB",
-        minutes="0.7",
+        minutes="0.6",
         prepare=lazy("circles"),
         shipped={"circles_reward.py": "reward.py"},
         packages=("PIL",),

@@ -82,6 +82,10 @@ class RewardError(RuntimeError):
     """A reward or an environment raised, or returned something invalid."""
 
 
+class AllFailedError(RewardError):
+    """Every episode of a batch failed, so that none is left."""
+
+
 class TermError(RewardError):
     """Error of one reward, at one row of the batch or, with None, at all of them."""
 

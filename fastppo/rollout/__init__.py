@@ -120,6 +120,8 @@ class Rollout:
     the responses."""
     branches: list[list[Branch]] | None = None
     """Further rows of each episode; see `Branch`."""
+    rows: list[int] | None = None
+    """Place of each episode's prompt in its batch, since failed episodes may be left out, [B]."""
 
     @property
     def lengths(self) -> list[int]:
@@ -229,6 +231,9 @@ class RolloutEngine(ABC):
     batch."""
     holds_weights: bool = False
     """Whether the engine keeps a copy of the weights, which `weights_changed` replaces."""
+    is_quantized: bool = False
+    """Whether the engine computes in fewer bits than the learner, so that its logprobs differ by
+    more than rounding errors of the learner's dtype."""
     ranks_together: int = 1
     """Number of neighboring ranks that decode the same prompts together."""
 

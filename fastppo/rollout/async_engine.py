@@ -49,6 +49,7 @@ class AsyncEngine(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
+        self.is_quantized = engine.is_quantized
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self.is_training = False
         """Whether the next call generates for training rather than for an evaluation."""

@@ -24,7 +24,7 @@ class OneTurn:
         self.images = images or NoImages()
 
     def run(
-        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
+        self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling, *, held_out: bool = False
     ) -> tuple[Prompts, Rollout]:
         """Return the prompts, with the output of the vision tower, and their responses."""
         prompts = self.images(prompts)

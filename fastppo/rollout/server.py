@@ -105,6 +105,7 @@ class ServerEngine(RolloutEngine):
         directory: the directory for weights; all servers must see it under the same path.
         urls: the servers' addresses, http://host:port. Each server takes an equal share of a batch.
         batch_size: number of simultaneous requests.
+        quantized: whether the servers compute in fewer bits than the learner.
     """
 
     holds_weights = True
@@ -117,8 +118,10 @@ class ServerEngine(RolloutEngine):
         *,
         urls: Sequence[str],
         batch_size: int | None = None,
+        quantized: bool = False,
     ) -> None:
         self.servers = [Server(url) for url in urls]
+        self.is_quantized = quantized
         self.vocabulary = policy.head.vocabulary
         self.directory = directory.resolve()
         self.concurrency = batch_size or CONCURRENCY

@@ -34,6 +34,7 @@ class SharedEngine(RolloutEngine):
         self.policy = policy
         self.world = world
         self.same_weights = engine.same_weights
+        self.is_quantized = engine.is_quantized
         together = engine.ranks_together
         self.group = replace(world, rank=world.rank // together, size=world.size // together)
         """World of the groups of ranks that share an engine, with the rank of this rank's group."""

@@ -35,6 +35,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fastppo.data.images import ImagePrompt
 from fastppo.data.world import World
 from fastppo.models.adapters import full_state, merged_state
+from fastppo.models.images import NoImages
 from fastppo.models.multimodal import save_processor_files
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor
@@ -53,6 +54,8 @@ CPU_CACHE_BYTES = 2**30
 """Bytes of the KV cache on a CPU; by default vLLM takes a share of the machine's memory."""
 FIXED = ("model", "tokenizer", "load_format", "generation_config", "logprobs_mode")
 """Options of vLLM that the engine sets itself."""
+QUANTIZING = frozenset({"quantization", "quantization_config", "kv_cache_dtype"})
+"""Options of vLLM after which it computes in fewer bits than the learner."""
 SLEEP_LEVEL = 2
 """vLLM's sleep level: 2 frees the weights, 1 would keep them on the CPU."""
 
@@ -63,6 +66,7 @@ class VLLMEngine(RolloutEngine):
     Args:
         policy: the policy with the architecture, the dtype and the first weights.
         tokenizer: the policy's tokenizer, needed for stop strings.
+        images: saves the processor with which vLLM reads images in prompts.
         batch_size: maximum number of responses decoded at once; None is vLLM's default.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
         tensor_parallel_size: number of neighboring ranks that share one engine.
@@ -82,6 +86,7 @@ class VLLMEngine(RolloutEngine):
         policy: LanguageModel,
         tokenizer: Any,
         *,
+        images: NoImages | None = None,
         batch_size: int | None = None,
         gpu_memory_utilization: float = 0.3,
         tensor_parallel_size: int = 1,
@@ -104,6 +109,7 @@ class VLLMEngine(RolloutEngine):
                     + (f"; similar: {', '.join(similar)}" if similar else "")
                 )
         self._sampling_params = vllm.SamplingParams
+        self.is_quantized = not QUANTIZING.isdisjoint(options)
         self._asleep = False
         self._on_gpu = policy.device.type == "cuda"
         settings: dict[str, Any] = {
@@ -133,6 +139,8 @@ class VLLMEngine(RolloutEngine):
             settings["tensor_parallel_size"] = tensor_parallel_size
         with tempfile.TemporaryDirectory() as directory, _process_state_restored(policy.device):
             _save_all_but_weights(policy, tokenizer, Path(directory))
+            if images is not None:
+                images.save(Path(directory))
             self.llm: Any = vllm.LLM(
                 model=directory,
                 load_format="dummy",
@@ -152,6 +160,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             ValueError: a prompt is empty.
+            RolloutError: a logprob is not finite.
             RuntimeError: the engine was released and has no weights.
         """
         check_prompts(prompt_ids)
@@ -170,16 +179,22 @@ class VLLMEngine(RolloutEngine):
             use_tqdm=False,
         )
         responses = [output.outputs[0] for output in outputs]
+        logprobs = [_logprobs(response) for response in responses]
+        if not all(values.isfinite().all() for values in logprobs):
+            raise RolloutError(
+                "vLLM returned logprobs that are not finite; if engine_options has a "
+                "speculative_config or a quantization, try without it"
+            )
         return as_rollout(
             tokens=[list(response.token_ids) for response in responses],
             finish_reasons=[response.finish_reason for response in responses],
-            sampler_logprobs=[_logprobs(response) for response in responses],
+            sampler_logprobs=logprobs,
             sampling=sampling,
         )
 
     @torch.no_grad()
     def weights_changed(self, policy: LanguageModel) -> None:
-        """Copy the policy's weights, with merged adapters, and empty the prefix cache."""
+        """Copy the policy's weights, with merged adapters, and empty vLLM's caches."""
         weights = _weights(policy)
         try:
             if self._asleep:
@@ -195,6 +210,8 @@ class VLLMEngine(RolloutEngine):
             self._asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache: are requests in flight?")
+        # Its workers forget what the vision tower returned, its scheduler would count on it.
+        self.llm.llm_engine.reset_encoder_cache()
 
     def release(self) -> None:
         """Free weights and KV cache until the next handover. Does nothing on a CPU."""

@@ -124,6 +124,35 @@ def test_other_operations_return_a_tensor_or_outputs_by_name() -> None:
     assert gae["gae-padded"].startswith("differs: advantages")
 
 
+@pytest.mark.parametrize(
+    ("returned", "verdict"),
+    [
+        (lambda loss: loss.detach(), "fails: ValueError: .*gradient"),
+        (lambda loss: (loss, {}), "fails: TypeError: .*tuple"),
+        (lambda loss: loss.nothing, "fails: AttributeError"),
+        (lambda loss: -loss, "differs: "),
+    ],
+    ids=["no gradient", "a tuple", "an error", "a wrong sign"],
+)
+def test_a_function_that_fails_gets_a_verdict(returned: Any, verdict: str) -> None:
+    def loss(logprobs, old_logprobs, advantages, mask, clip, batch_mask):
+        ratio = (logprobs - old_logprobs).exp()
+        clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+        surrogate = (ratio * advantages).minimum(clipped * advantages)
+        return returned(-surrogate[mask].sum() / batch_mask.sum())
+
+    assert re.match(verdict, check(loss, "policy")["clip-both"])
+
+
+def test_a_function_that_was_asked_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.py").write_text("def loss(logprobs, eps):\n    return logprobs.sum()\n")
+    assert cli.main(["conformance", "other.py:loss"]) == 1
+    assert re.search(r"^0 of 0 .*; \d+ were not asked", capsys.readouterr().out, re.M)
+
+
 def test_only_the_questions_that_were_asked_are_printed() -> None:
     (name, column), *_ = grid.load().items()
     some = {name: column._replace(cells={"gspo": column.cells["gspo"]})}

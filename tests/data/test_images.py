@@ -71,8 +71,10 @@ def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
         images.open()
 
 
-def test_prompts_as_text_and_as_messages_have_the_same_tokens() -> None:
+def test_prompts_as_text_and_as_messages_have_the_same_tokens(tmp_path: Path) -> None:
     image = tiny_vision.image(9, 7)
+    path = tmp_path / "image.png"
+    path.write_bytes(_png(image))
     part = {"type": "image"}
     text = {"type": "text", "text": "w1"}
     prompts = _encoded(
@@ -81,6 +83,7 @@ def test_prompts_as_text_and_as_messages_have_the_same_tokens() -> None:
             {"prompt": [{"role": "user", "content": "w1"}], "images": [image]},
             {"prompt": [{"role": "user", "content": [part, text]}], "image": image},
             {"prompt": [{"role": "user", "content": [{**part, "image": image}, text]}]},
+            {"prompt": [{"role": "user", "content": [{**part, "path": str(path)}, text]}]},
         ]
     )
     assert all(isinstance(ids, ImagePrompt) for ids in prompts.token_ids)

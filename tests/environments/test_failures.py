@@ -13,8 +13,9 @@ from environments import OPTIONS, PROMPTS, Calculator, Scripted
 from fastppo.data.prompts import Prompts
 from fastppo.environments.failures import DropFailures
 from fastppo.environments.turns import Turns
-from fastppo.rewards.reward import RewardError
+from fastppo.rewards.reward import AllFailedError, RewardError
 from fastppo.rollout import Sampling
+from fastppo.run.log import read_jsonl
 from runs import make_trainer, records
 
 EOS = 1
@@ -63,9 +64,9 @@ def _runner(make: Any = Fragile, samples: int = 1, **options: Any) -> Turns:
     return Turns(make, tiny.tokenizer(), max_turns=4, failures=failures, **options)
 
 
-def _run(runner: Turns, fails: list[str]) -> Any:
+def _run(runner: Turns, fails: list[str], **options: Any) -> Any:
     sampling = Sampling(max_new_tokens=4, stop_token_ids=(EOS,))
-    return runner.run(_prompts(fails), Scripted([[7, EOS], [8, EOS]]), sampling)
+    return runner.run(_prompts(fails), Scripted([[7, EOS], [8, EOS]]), sampling, **options)
 
 
 @pytest.mark.parametrize("make", [Fragile, FragileAsync])
@@ -93,16 +94,41 @@ def test_the_samples_of_a_prompt_are_left_out_together() -> None:
     assert prompts.prompts == ["w0", "w1", "w4", "w5"]
 
 
-def test_a_run_ends_if_more_than_a_tenth_fail_in_three_batches() -> None:
+def test_an_evaluation_leaves_out_the_failed_episodes_alone() -> None:
+    """Its prompts have one sample, and it does not count for the end of the run."""
+    runner = _runner(samples=4)
+    for _ in range(4):
+        prompts, rollout = _run(runner, ["", "step", "", ""], held_out=True)
+        assert prompts.prompts == ["w0", "w2", "w3"]
+        assert rollout.rows == [0, 2, 3]
+        assert runner.metrics() == {"failed_episodes": 1.0}
+    with pytest.raises(AllFailedError):
+        _run(runner, ["step"], held_out=True)
+
+
+def test_a_run_ends_if_more_than_a_tenth_fail_in_three_iterations() -> None:
     runner = _runner()
     for fails in (["step", *[""] * 9], [""] * 10, ["step", *[""] * 9], ["step", *[""] * 9]):
         _run(runner, fails)  # at most 3 of 30 in any three
+        runner.metrics()
     with pytest.raises(RewardError, match=r"environment_failure=drop: 4 of the 30 .*no connection"):
         _run(runner, ["step", "reset", *[""] * 8])
 
 
+def test_the_draws_of_an_iteration_count_together() -> None:
+    runner = _runner()
+    for _ in range(2):
+        _run(runner, [""] * 20)
+        _run(runner, ["step", ""])
+        runner.metrics()
+    for _ in range(3):
+        _run(runner, ["step", ""])
+    with pytest.raises(RewardError, match=r"environment_failure=drop: 6 of the 52 "):
+        _run(runner, ["step", ""])
+
+
 def test_a_run_ends_if_all_episodes_of_a_batch_fail() -> None:
-    with pytest.raises(RewardError, match=r"no episode is left .*no connection"):
+    with pytest.raises(AllFailedError, match=r"no episode is left.*no connection"):
         _run(_runner(), ["step", "reset"])
 
 
@@ -148,3 +174,44 @@ def test_solved_prompts_are_not_counted_with_failures(tmp_path: Path) -> None:
         make_trainer(
             tmp_path, environment=Flaky, environment_failure="drop", solved_reward=1.0, **OPTIONS
         )
+
+
+class FailsFor:
+    """Fail for prompts of a few names."""
+
+    fails: ClassVar[set[str]] = set()
+
+    def reset(self, prompt: str) -> None:
+        if prompt in self.fails:
+            raise OSError("no connection")
+
+    def step(self, text: str) -> Any:
+        return "", 0.1 * len(text), True
+
+
+@pytest.mark.parametrize("fails", [{"w21"}, {"w21", "w36"}], ids=["one", "a whole part"])
+def test_an_evaluation_counts_and_names_what_is_left(
+    fails: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FailsFor, "fails", fails)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(20, 37)))
+    trainer = make_trainer(
+        tmp_path,
+        environment=FailsFor,
+        prompts=PROMPTS,
+        eval_prompts=str(held_out),  # a part of 16, and one of 1
+        rewards=[],
+        iterations=1,
+        eval_interval=1,
+        environment_failure="drop",
+        **OPTIONS,
+    )
+    assert trainer.config.rollout_batch_size == 16
+    trainer.train()
+    (line,) = records(trainer)
+    assert line["eval/failed_episodes"] == len(fails)
+    assert line["failed_episodes"] == 0
+    rows = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
+    assert {row["prompt"] for row in rows} == {f"w{20 + row['row']}" for row in rows}
+    assert not fails & {row["prompt"] for row in rows}

@@ -53,11 +53,15 @@ def start(
     ended = []
     for rank, process in enumerate(ranks):
         process.join(timeout)
-        if process.is_alive():
+        killed = process.is_alive()
+        if killed:
             process.kill()
             process.join()
-        said = folder / f"rank-{rank}.txt"
-        ended.append((process.exitcode, said.read_text() if said.exists() else ""))
+        file = folder / f"rank-{rank}.txt"
+        said = file.read_text() if file.exists() else ""
+        if killed:
+            said += f"rank {rank} was killed after {timeout} seconds"
+        ended.append((process.exitcode, said))
     return ended
 
 

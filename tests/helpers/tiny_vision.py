@@ -139,8 +139,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 def model(architecture: str, seed: int = 0) -> Any:
     """Return a vision-language model whose logits differ between tokens and between images."""
+    return model_of(CONFIGS[architecture](), seed)
+
+
+def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
+    """Return a vision-language model of the given config."""
     torch.manual_seed(seed)
-    whole = AutoModelForImageTextToText.from_config(CONFIGS[architecture]())
+    whole = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in whole.parameters():
             if parameter.dim() >= 2:

@@ -40,14 +40,18 @@ class Listener:
         self.module.__spec__ = ModuleSpec("vllm", None)  # `find_spec` finds it
         self.module.LLM, self.module.SamplingParams = self._llm, dict
         self.module.EngineArgs = make_dataclass(
-            "EngineArgs", ["seed", "max_num_seqs", "quantization", "speculative_config"]
+            "EngineArgs",
+            ["seed", "max_num_seqs", "quantization", "speculative_config", "kv_cache_dtype"],
         )
         self.most_at_once = 0
         """Largest number of full weights in memory at once."""
         self.fails_at: str | None = None
         self.fails_to_wake = False
         self.finish_reason = "stop"
+        self.logprob = -0.5
+        """Logprob of the first token."""
         self.prefix_cache_is_free = True
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
 
     def _llm(self, **options: Any) -> Listener:
         self.options = options
@@ -87,7 +91,7 @@ class Listener:
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
         self.prompts, self.sampling_params = prompts, sampling_params
-        logprobs = [{4: SimpleNamespace(logprob=-0.5)}, {1: SimpleNamespace(logprob=-1.5)}]
+        logprobs = [{4: SimpleNamespace(logprob=self.logprob)}, {1: SimpleNamespace(logprob=-1.5)}]
         response = SimpleNamespace(
             token_ids=(4, 1), logprobs=logprobs, finish_reason=self.finish_reason
         )

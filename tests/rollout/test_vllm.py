@@ -7,27 +7,32 @@ tests.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import tiny
+import tiny_vision
 import torch
 import vllm_ranks
 from safetensors.torch import load_file
 from vllm_ranks import Listener
 
+from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rollout import FINISHED, Rollout, Sampling
+from fastppo.rollout import FINISHED, Rollout, RolloutError, Sampling
 from fastppo.rollout.draw import kept_tokens
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.rollout.vllm import VLLMEngine, sampling_options
@@ -114,6 +119,19 @@ def test_vllms_outputs_become_a_rollout(listener: Listener) -> None:
     assert restricted.logprobs is None, "these are not of the whole vocabulary"
     assert listening_engine().generate([], Sampling(4)).tokens == []
     assert (rollout.values, rollout.final_values) == (None, None)
+
+
+def test_logprobs_that_are_not_finite_end_the_rollout(listener: Listener) -> None:
+    engine = listening_engine()
+    listener.logprob = float("nan")
+    with pytest.raises(RolloutError, match="logprobs"):
+        engine.generate(PROMPTS, Sampling(4))
+
+
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_an_engine_with_fewer_bits_says_so(option: str, listener: Listener) -> None:
+    assert not listening_engine(seed=1).is_quantized
+    assert listening_engine(**{option: "fp8"}).is_quantized
 
 
 def test_each_response_has_a_seed_from_torchs_generator(listener: Listener) -> None:
@@ -359,6 +377,42 @@ def test_a_stop_string_ends_a_response_at_its_last_token(
 
 
 @with_vllm
+def test_speculative_decoding_accepts_and_rejects_drafts() -> None:
+    """Greedy only: without triton-cpu, vLLM 0.32 on a CPU divides logits by a temperature that it
+    has not set."""
+    speculative = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 4,
+    }
+    both = Both("llama", speculative_config=speculative, disable_log_stats=False)
+    prompts = [[5, 9, 4] * 4, [8, 3, 6, 12, 20]] * 4
+    theirs, ours = both.greedy(prompts)
+    assert theirs == ours
+    both.update()
+    rollout = both.theirs.generate(prompts, Sampling(30, greedy=True))
+    wanted = both.policy.response_logprobs(Batch.of(prompts, rollout.tokens))
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted, rtol=1e-4, atol=1e-4)
+    counts = {x.name: x.value for x in both.theirs.llm.get_metrics() if hasattr(x, "value")}
+    drafted = counts["vllm:spec_decode_num_draft_tokens"]
+    assert 0 < counts["vllm:spec_decode_num_accepted_tokens"] < drafted
+
+
+@with_vllm
+def test_weights_in_fp8_are_quantized_at_each_handover() -> None:
+    both = Both("llama", quantization="fp8_per_channel", dtype="bfloat16")
+    assert both.theirs.is_quantized
+    for _ in range(2):
+        rollout = both.sample(rows=16)
+        batch = Batch.of([PROMPTS[0]] * 16, rollout.tokens)
+        gap = (torch.cat(rollout.logprobs) - both.policy.response_logprobs(batch)).abs().mean()
+        # More than rounding in bf16. If an update did not arrive, it would be 2.6 nats.
+        assert 0.01 < gap < 0.5
+        both.update()
+
+
+@with_vllm
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_are_restored_after_sleeping_on_a_gpu() -> None:
@@ -371,6 +425,9 @@ def test_weights_are_restored_after_sleeping_on_a_gpu() -> None:
 
 # ----------------------------------------------------------------------------------------- in a run
 
+LONGEST_START = 1200
+"""Seconds for a run whose processes each import vLLM, on a machine that is busy."""
+
 
 def _forget_shared_memory() -> None:
     """Delete shared memory that ranks on a CPU leave behind under a fixed name."""
@@ -379,13 +436,25 @@ def _forget_shared_memory() -> None:
             left.unlink()
 
 
+@contextmanager
+def _shared_memory() -> Iterator[None]:
+    """Wait for other test runs, whose ranks would use shared memory of the same name."""
+    name = f"fastppo-vllm-{os.getuid()}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _forget_shared_memory()
+        try:
+            yield
+        finally:
+            _forget_shared_memory()
+
+
 def _several(tmp_path: Path, count: int, **options: Any) -> None:
     """Train on `count` processes, and check that vLLM has the learner's weights after updates."""
-    _forget_shared_memory()
-    try:
-        results = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
-    finally:
-        _forget_shared_memory()
+    with _shared_memory():
+        results = ranks.run(
+            count, vllm_ranks.train, tmp_path, str(tmp_path), options, timeout=LONGEST_START
+        )
     size = options.get("engine_options", {}).get("tensor_parallel_size", 1)
     assert results["parallel"] == (size, "external_launcher")
     assert len(results["metrics"]) == 2
@@ -427,6 +496,26 @@ def test_the_trainer_hands_over_weights_after_each_update(
     assert [name for name, _ in listener.calls] == ["reload_weights", "reset_prefix_cache"]
     weights = trainer.model.causal_lm.state_dict()
     torch.testing.assert_close(listener.weights, dict(weights), rtol=0, atol=0)
+
+
+@with_vllm
+def test_vllm_samples_from_prompts_with_images(tmp_path: Path) -> None:
+    """The output of its vision tower is the trainer's, also after an update."""
+    config = tiny_vision.CONFIGS["idefics3"]()
+    config.text_config.update(WIDE)
+    trainer = PPOTrainer(
+        PPOConfig(**tiny.options(tmp_path, rollout="vllm", rollout_batch_size=6)),
+        model=tiny_vision.model_of(config),
+        tokenizer=tiny_vision.processor("idefics3"),
+        prompts=tiny_vision.rows("idefics3"),
+        rewards=[tiny.every_other],
+    )
+    trainer.train()
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 2
+    for record in records:
+        assert record["mismatch/worst"] < 1e-4
+        assert record["grad_norm"] > 0
 
 
 @with_vllm

@@ -116,6 +116,8 @@ def test_a_solved_task_is_no_warning_about_equal_rewards() -> None:
     restored.load_state_dict(json.loads(json.dumps(equal.state_dict())))
     for again in (equal, restored):
         assert again(EQUAL[:2], _metrics(1.0)) == []
+        assert again(EQUAL[:2], _metrics(0.0)) == EQUAL[:1], "a collapse after it"
+        assert again(EQUAL[:2], _metrics(0.0)) == []
     fresh = EqualRewards()
     fresh.load_state_dict(json.loads(json.dumps(EqualRewards().state_dict())))
     assert fresh(EQUAL[:1], _metrics(1.0)) == EQUAL[:1], "equal from the start"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.simgpu import device, phases
+from tests.simgpu import device, examples, phases
 from tests.simgpu.counts import counts
 
 Case = Callable[[Path], object]
@@ -419,6 +419,23 @@ def functions_bf16(folder: Path) -> None:
     check("bfloat16")
 
 
+# ------------------------------------------------------------------------------------ the examples
+
+for script in examples.SCRIPTS:
+    CASES[f"{script.__name__}.py"] = script
+for name, chosen in examples.FUNCTIONS.items():
+    add_run(f"function_{name}", **chosen)
+
+
+def add_yaml(name: str) -> None:
+    """Add a case that trains with the options of an example's file."""
+    CASES[f"{name}.yaml"] = lambda folder: train(folder, **examples.yaml_options(name))
+
+
+for name in examples.YAML:
+    add_yaml(name)
+
+
 # ------------------------------------------------------------------------------------------ main
 
 
@@ -436,10 +453,7 @@ def run(name: str) -> dict[str, Any]:
         "case": name,
         "error": error,
         "seconds": round(time.monotonic() - begin, 1),
-        "calls": dict(counts.calls),
-        "launches": {phase: counts.launches_in(phase) for phase in counts.launches},
-        "waits": {phase: counts.waits_in(phase) for phase in counts.waits},
-        "places": {phase: counts.places_of_waits(phase) for phase in counts.waits},
+        **counts.summary(),
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 PACKAGES = ("fastppo", "fastppo_kernels", "benchmarks", "examples")
 LIBRARIES = ("transformers", "peft")
@@ -71,6 +72,15 @@ class Counts:
         """Return one line per wait of a phase: how often, what, where."""
         found = self.waits[phase].most_common()
         return [f"{count} x {operation} at {where}" for (operation, where), count in found]
+
+    def summary(self) -> dict[str, Any]:
+        """Return calls, launches, waits and places of waits, by phase."""
+        return {
+            "calls": dict(self.calls),
+            "launches": {phase: self.launches_in(phase) for phase in self.launches},
+            "waits": {phase: self.waits_in(phase) for phase in self.waits},
+            "places": {phase: self.places_of_waits(phase) for phase in self.waits},
+        }
 
 
 counts = Counts()

@@ -390,6 +390,33 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
+// -------------------------------------------------------------------------------- collectives
+
+// The value with its tensors on the host, on the same memory.
+IValue on_host(const IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? to_host(value.toTensor()) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& x : value.toTensorVector()) list.push_back(to_host(x));
+    return list;
+  }
+  if (!value.isList()) return value;
+  c10::List<c10::List<Tensor>> lists;  // the only other lists of the collectives
+  for (const IValue& row : value.toListRef()) lists.push_back(on_host(row).toTensorList());
+  return lists;
+}
+
+// The kernel of every collective: gloo's on the same memory. It returns its first argument, into
+// which it writes, and the work to wait for.
+void communicate(const c10::OperatorHandle& op, Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  report(op.schema().name(), LAUNCH);
+  const IValue written = (*stack)[stack->size() - count];
+  for (size_t i = stack->size() - count; i < stack->size(); ++i) (*stack)[i] = on_host((*stack)[i]);
+  op.callBoxed(stack);
+  if (op.schema().returns().size() == 2) (*stack)[stack->size() - 2] = written;
+}
+
 // ----------------------------------------------------------------------- memory and its views
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -478,14 +505,23 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("native_dropout", native_dropout);
 }
 
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 // CUDA has a kernel wherever the CPU has one, and one launch for a list of tensors, where the
 // CPU's build would take the operation apart.
 std::vector<c10::RegistrationHandleRAII> register_kernels() {
+  Silent silent;  // torch's build has collectives of CUDA, without a backend, and says what replaces them
+  c10::WarningUtils::WarningHandlerGuard quiet(&silent);
   std::vector<c10::RegistrationHandleRAII> handles;
   auto& dispatcher = c10::Dispatcher::singleton();
   auto kernel = c10::KernelFunction::makeFromBoxedFunction<&run_on_host>();
   handles.push_back(dispatcher.registerFallback(DispatchKey::CUDA, kernel, "simgpu"));
+  auto collective = c10::KernelFunction::makeFromBoxedFunction<&communicate>();
   for (const auto& name : dispatcher.getAllOpNames()) {
+    if (starts_with(name.name, "c10d::"))
+      handles.push_back(dispatcher.registerImpl(name, DispatchKey::CUDA, collective, std::nullopt, nullptr, "simgpu"));
     if (!starts_with(name.name, "aten::")) continue;
     std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     auto op = dispatcher.findOp(name);
@@ -499,9 +535,15 @@ std::vector<c10::RegistrationHandleRAII> register_kernels() {
 // Kept until the process ends.
 const auto& kernels = *new std::vector<c10::RegistrationHandleRAII>(register_kernels());
 
+// `UntypedStorage.resize_`, with which FSDP frees gathered weights.
+void resize_storage(const Tensor& x, int64_t bytes) {
+  at::native::resize_bytes_cpu(x.storage().unsafeGetStorageImpl(), bytes);
+}
+
 TORCH_LIBRARY(simgpu, m) {
   m.def("to_host(Tensor x) -> Tensor", &to_host);
   m.def("to_gpu(Tensor x) -> Tensor", &to_gpu);
+  m.def("resize_storage(Tensor x, int bytes) -> ()", &resize_storage);
   m.def("default_generator() -> Generator?", [] { return std::optional<at::Generator>(default_generator()); });
 }
 

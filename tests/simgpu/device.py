@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +28,18 @@ faults: list[Callable[[str], bool]] = []
 
 LAUNCH, WAIT, LAUNCH_AND_WAIT = range(3)
 
+SYNC_WARNING = "called a synchronizing CUDA operation"
+
+sync_debug_mode: int | str = 0
+"""Set by `torch.cuda.set_sync_debug_mode`. Only "warn" has an effect."""
+
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
 def _report(operation: bytes, cost: int) -> int:
     name = operation.decode()
     counts.add(name, launches=int(cost != WAIT), waits=int(cost != LAUNCH))
+    if cost != LAUNCH and sync_debug_mode == "warn":
+        warnings.warn(SYNC_WARNING, stacklevel=2)
     return int(any(fault(name) for fault in faults))
 
 
@@ -104,6 +112,9 @@ class Stream:
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -128,7 +139,6 @@ NOTHING = (
     "reset_max_memory_allocated",
     "set_device",
     "set_per_process_memory_fraction",
-    "set_sync_debug_mode",
     "ipc_collect",
     "_lazy_init",
     "init",
@@ -143,6 +153,11 @@ def _synchronize(device: Any = None) -> None:
     counts.add("torch.cuda.synchronize", launches=0, waits=1)
 
 
+def _set_sync_debug_mode(mode: int | str) -> None:
+    global sync_debug_mode
+    sync_debug_mode = mode
+
+
 def _replace_torch_cuda() -> None:
     import torch
 
@@ -154,7 +169,6 @@ def _replace_torch_cuda() -> None:
         "is_initialized": True,
         "device_count": 1,
         "current_device": 0,
-        "get_sync_debug_mode": 0,
         "get_device_name": PROPERTIES.name,
         "get_device_capability": (9, 0),
         "get_device_properties": PROPERTIES,
@@ -169,6 +183,8 @@ def _replace_torch_cuda() -> None:
     }
     replaced: dict[str, Any] = {
         "synchronize": _synchronize,
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: sync_debug_mode,
         "Event": Event,
         "Stream": Stream,
         "current_stream": _stream,
@@ -181,7 +197,9 @@ def _replace_torch_cuda() -> None:
             if module is cuda or hasattr(module, name):
                 value = replaced[name] if name in replaced else _returning(returned[name])
                 setattr(module, name, value)
+    torch.accelerator.current_stream = _stream
     torch.backends.cuda.is_built = _returning(True)
+    _replace_nccl()
     _replace_storage()
 
 
@@ -194,8 +212,20 @@ def _stream(stream: Any = None) -> Stream:
     return stream if isinstance(stream, Stream) else Stream()
 
 
+def _replace_nccl() -> None:
+    """Let gloo serve the collectives of the device, each on the memory of the host."""
+    from torch import distributed
+
+    join = distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **more: Any) -> None:
+        join("cpu:gloo,cuda:gloo" if backend and "nccl" in backend else backend, *args, **more)
+
+    distributed.init_process_group = init_process_group
+
+
 def _replace_storage() -> None:
-    """Let storages be made on the device, which `deepcopy` and `torch.load` do."""
+    """Let storages be made on the device and resized: `deepcopy`, `torch.load` and FSDP do."""
     import torch
 
     make = torch.UntypedStorage.__new__
@@ -208,6 +238,17 @@ def _replace_storage() -> None:
         return torch.empty(size, dtype=torch.uint8, device="cuda").untyped_storage()
 
     torch.UntypedStorage.__new__ = new
+
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize_on_host(self, size)
+        whole = torch.empty(0, dtype=torch.uint8, device="cuda").set_(self)
+        torch.ops.simgpu.resize_storage(whole, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_
 
 
 # ---------------------------------------------------------------------------------------- Triton

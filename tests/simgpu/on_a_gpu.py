@@ -1,6 +1,6 @@
 """Stand in for Python under `benchmarks/on_a_gpu.sh`: the simulated device, and toy sizes.
 
-    TINY=cuda PYTHON=… bash benchmarks/on_a_gpu.sh 1    where … runs this module
+    TINY=cuda PYTHON=… bash benchmarks/on_a_gpu.sh 1, 2 or 3    where … runs this module
 
 The suite's shapes for a GPU would take days in Triton's interpreter, and its timer fills the cache
 of a GPU between calls. So the shapes are replaced here, and each function is called once and timed
@@ -28,6 +28,7 @@ def main() -> None:
     torch.cuda.CUDAGraph = _Graph  # type: ignore[misc]
     torch.cuda.graph = contextlib.nullcontext  # type: ignore[misc]
     torch.compiler.reset = lambda: None  # imports CUDA graphs; nothing was compiled
+    _replace_profiler()
     from benchmarks import measure, shapes
 
     measure.COPY_BYTES["cuda"] = 2**16
@@ -48,6 +49,25 @@ class _Graph:
     """A CUDA graph for `benchmarks.host`: its block runs once, and a replay does nothing."""
 
     def replay(self) -> None: ...
+
+
+def _replace_profiler() -> None:
+    """Let the operations of a CPU's profile stand for the kernels of the device."""
+    from torch import profiler
+    from torch.autograd import DeviceType
+
+    class Profile(profiler.profile):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "activities": [profiler.ProfilerActivity.CPU]})
+
+        def key_averages(self, *args: Any, **options: Any) -> Any:
+            events = super().key_averages(*args, **options)
+            for event in events:
+                event.device_type = DeviceType.CUDA
+                event.self_device_time_total = event.self_cpu_time_total
+            return events
+
+    profiler.profile = Profile  # type: ignore[misc]
 
 
 def _shorten_demo() -> None:

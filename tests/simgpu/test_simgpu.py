@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import many_ranks
 import pytest
 import torch
 
 from tests.simgpu.build import compiler
 from tests.simgpu.cases import CASES
 from tests.simgpu.limits import LIMITS, Limit
+from tests.simgpu.ranks import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,16 +35,15 @@ LAYERS = 2
 """Layers of the model of the cases."""
 
 
-def python(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python from the root, with the project and the helpers of its tests."""
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python from the root, with the project, the helpers of its tests, and variables."""
     paths = [ROOT, ROOT / "kernels", ROOT / "tests" / "helpers"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= variables
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment, **more
-    )
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 def results_of(*names: str) -> list[dict[str, Any]]:
@@ -97,9 +101,64 @@ def test_no_phase_takes_more_launches_or_waits_than_stated() -> None:
         assert waits <= LIMITS[phase].waits, f"{phase}: {waits:g} waits"
 
 
+def run_ranks(count: int, *arguments: str) -> list[str]:
+    """Run `tests.simgpu.ranks` in several processes; return what each printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    with ThreadPoolExecutor(count) as pool:
+        started = [
+            pool.submit(python, "-m", "tests.simgpu.ranks", *arguments, RANK=str(rank), **address)
+            for rank in range(count)
+        ]
+        ended = [each.result() for each in started]
+    for done in ended:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [done.stdout for done in ended]
+
+
 @pytest.mark.slow
-def test_correctness_part_for_a_first_gpu_runs(tmp_path: Path) -> None:
-    """`benchmarks/on_a_gpu.sh 1` at toy sizes, without limits on time."""
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_train_as_one_does_without_waits_in_a_microbatch(
+    name: str, tmp_path: Path
+) -> None:
+    """FSDP2 over two devices."""
+    results = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        for printed in run_ranks(count, name, str(folder)):
+            result = json.loads(printed.splitlines()[-1])
+            check({"case": f"{count} ranks", "error": "", **result})
+            assert result["waits"]["experience"] == result["calls"]["experience"]
+        results.append(torch.load(folder / "result.pt", weights_only=False))
+    differences = many_ranks.difference(*results)
+    # The rounding of reordered sums, as in tests/test_many_ranks.py.
+    assert max(differences.values()) <= (1e-6 if name == "fp32" else 2**-8), differences
+
+
+@pytest.mark.slow
+def test_the_fsdp_example_has_one_gradient_on_two_ranks() -> None:
+    printed, _ = run_ranks(2, "example")
+    norms = re.search(r"norm of the gradient (\S+), of one process with all rows (\S+)\n", printed)
+    assert norms is not None, printed
+    assert float(norms[1]) == pytest.approx(float(norms[2]), rel=1e-5)
+    assert "outside the forward: weight" in printed
+
+
+PARTS = {
+    1: ("smoke.txt", "tests.txt"),
+    2: ("rows.txt", "programs.txt", "head.txt", "counters.txt", "suite.json"),
+    3: ("demo.txt", "trainer.txt", "training.json"),
+}
+"""Files that each part of `benchmarks/on_a_gpu.sh` writes."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
+    """`benchmarks/on_a_gpu.sh` at toy sizes, without limits on time."""
     tools = tmp_path / "tools"
     tools.mkdir()
     module = f'"{sys.executable}" -W ignore -m tests.simgpu.on_a_gpu'
@@ -107,6 +166,7 @@ def test_correctness_part_for_a_first_gpu_runs(tmp_path: Path) -> None:
         "python": f'exec {module} "$@"',
         "timeout": 'while [ "${1#-}" != "$1" ]; do shift 2; done; shift; exec "$@"',
         "nvidia-smi": "echo a simulated device",
+        "ncu": 'while [ "$1" != "$PYTHON" ]; do shift; done; "$@" && echo gpu__time_duration.sum',
     }
     for name, script in scripts.items():
         (tools / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -123,11 +183,11 @@ def test_correctness_part_for_a_first_gpu_runs(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)
-    command = ["bash", "benchmarks/on_a_gpu.sh", "1"]
+    command = ["bash", "benchmarks/on_a_gpu.sh", str(part)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
-    for wrong in ("FAILED", "Traceback", "no time left", "the time is up", " failed"):
+    for wrong in ("FAILED", "Traceback", "no time left", "the time is up", " failed", "exit 1"):
         assert wrong not in printed, printed[-6000:]
-    for name in ("smoke", "tests"):
-        assert (out / f"{name}.txt").stat().st_size > 0
+    for name in PARTS[part]:
+        assert (out / name).stat().st_size > 0, name

@@ -34,6 +34,9 @@ class ServerOptions(EngineOptions):
     """Options of vLLM servers. `batch_size` is the number of simultaneous requests."""
 
     urls: Sequence[str] = option([], "Required. Servers, such as http://localhost:8000")
+    quantized: bool = option(
+        False, "Whether they compute in fewer bits than the learner, such as with fp8 weights"
+    )
 
     def check(self) -> None:
         if not self.urls:

@@ -88,7 +88,7 @@ def build(
             config, functions["rollout"], policy=policy, tokenizer=inputs.tokenizer
         )
     engine, engine_note = choose_engine(
-        config, engine, policy=policy, tokenizer=inputs.tokenizer, world=world
+        config, engine, policy=policy, tokenizer=inputs.tokenizer, images=images, world=world
     )
     if inputs.processor is not None and isinstance(engine, GenerateEngine):
         raise ValueError(f"images in prompts need the decoder. {engine_note or ''}".strip())
@@ -213,6 +213,7 @@ def choose_engine(
     *,
     policy: ActorCritic,
     tokenizer: Any,
+    images: NoImages,
     world: World,
 ) -> tuple[RolloutEngine, str | None]:
     """Return the rollout engine, and a sentence if it is a fallback.
@@ -231,6 +232,7 @@ def choose_engine(
         chosen = VLLMEngine(
             policy,
             tokenizer,
+            images=images,
             world=world,
             **options,
         )

@@ -46,7 +46,7 @@ class Compared:
     report: str
     """Address of the run's own report, or "" if there is none."""
     summary: str
-    iterations: int
+    iterations: str
     duration: str
     ending: str
 
@@ -74,7 +74,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
                 name=name,
                 report=_address(report, page.parent) if report.exists() else "",
                 summary=summarize(run.records),
-                iterations=completed(run),
+                iterations=_progress(run),
                 duration=duration_of(run),
                 ending=ending_of(run),
             )
@@ -88,6 +88,12 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
         differences=differences([run.config for run in runs]),
         ends=ends(runs),
     )
+
+
+def _progress(run: Run) -> str:
+    """Return the number of complete iterations, of those of the config if they are more."""
+    done, wanted = completed(run), run.config.get("iterations")
+    return f"{done} of {wanted}" if isinstance(wanted, int) and wanted > done else str(done)
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -47,6 +47,10 @@ def test_prompts_are_read_for_their_length(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert " sequences of 9 + 4 tokens" in said
     assert " less" in said
+    flags[3] = str(tmp_path / "absent.jsonl")
+    flags[5] = "2000"  # with the assumed prompts, longer than the context
+    assert cli.main(["plan", *flags]) != 0
+    assert "absent.jsonl" in capsys.readouterr().err, "why the length is assumed"
 
 
 def test_image_tokens_are_counted(tmp_path: Path) -> None:

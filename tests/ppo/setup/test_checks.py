@@ -20,6 +20,7 @@ from fastppo.ppo.setup.checks import (
     self_check,
 )
 from fastppo.rollout.agreement import rounding_tolerance
+from fastppo.rollout.generate import GenerateEngine
 from runs import Watched, make_trainer
 
 
@@ -41,6 +42,27 @@ def test_a_sampler_of_another_policy_is_refused(tmp_path: Path) -> None:
     trainer.engine = Watched(trainer.engine, lower)
     with pytest.raises(RuntimeError, match=r"the sampler's logprobs differ .* by up to 0\.5 nats"):
         trainer.train()
+
+
+def test_a_quantized_sampler_gets_a_sentence_in_place_of_an_error(tmp_path: Path) -> None:
+    """Weights in fp8 differ from the policy's by more than rounding; other weights are refused."""
+    console = Console(file=io.StringIO(), width=200)
+    trainer = make_trainer(tmp_path, console=console)
+    quantized = tiny.model()
+    quantized.load_state_dict(trainer.model.causal_lm.state_dict())
+    with torch.no_grad():
+        for weight in quantized.parameters():
+            weight.copy_(weight.to(torch.float8_e4m3fn).float())
+    trainer.engine = GenerateEngine(quantized, 0)
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        self_check(trainer)
+    trainer.engine.is_quantized = True
+    self_check(trainer)
+    assert "quantized" in console.file.getvalue()
+    with torch.no_grad():
+        quantized.get_output_embeddings().weight.mul_(-3)
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        self_check(trainer)
 
 
 def test_the_self_check_is_short_and_leaves_the_random_state(tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def test_the_monitored_rewards_have_curves(tmp_path: Path) -> None:
     assert [curve["values"] for curve in gold["series"]] == [[None, None], [0.5, 0.5]]
 
 
+def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
+    runs = [_run(tmp_path / name, [0.0, 1.0], iterations=n) for name, n in {"a": 9, "b": 2}.items()]
+    cells = re.findall(r'<td class="number">([^<]*)</td>', write_comparison(runs).read_text())
+    assert cells[0] == "2 of 9"
+    assert cells[2] == "2"
+
+
 def test_only_options_that_differ_are_listed(runs: list[Path]) -> None:
     (runs[0] / "report.html").write_text("")
     html = write_comparison(runs).read_text()
