@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from fastppo.data.contents import Messages, refuse_images, shown_contents
 from fastppo.data.datasets import DataError
 from fastppo.functional.scalars import describe
 
@@ -55,7 +56,7 @@ def with_text(content: Any, text: str) -> Any:
     return f"{text_of(content)}{text}"
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> str:
+def render_chat(tokenizer: Any, messages: Messages, where: str, **options: Any) -> str:
     """Apply the tokenizer's chat template.
 
     Args:
@@ -63,9 +64,29 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
         options: further keywords of `apply_chat_template`.
 
     Raises:
-        DataError: there is no template, or it rejects the messages.
+        DataError: there is no template, or it rejects the messages or ignores their contents.
     """
+    shown = shown_messages(tokenizer, messages, where, **options)
+    return _apply_template(tokenizer, shown, where, **options)
+
+
+def shown_messages(
+    tokenizer: Any, messages: Messages, where: str, **options: Any
+) -> list[dict[str, Any]]:
+    """Return messages with their contents in a form that the chat template shows, a string or
+    parts; for arguments and errors see `render_chat`."""
     check_chat_template(tokenizer.chat_template is not None, where)
+    return shown_contents(
+        messages,
+        tokenizer.get_chat_template(tools=options.get("tools")),
+        lambda marked: _apply_template(tokenizer, marked, where, **options),
+        where,
+    )
+
+
+def _apply_template(
+    tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any
+) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
@@ -112,8 +133,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         options: further keywords of `apply_chat_template`.
 
     Raises:
-        DataError: the prompt is empty or of another type, has no tokens, or is rejected by the chat
-            template.
+        DataError: the prompt is empty or of another type, has images or no tokens, or is rejected
+            by the chat template.
     """
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -124,6 +145,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         if _trailing(ids, eos) > _trailing(plain, eos):
             ids.pop()  # some tokenizers append EOS to every text
     elif is_chat(prompt):
+        refuse_images(prompt, where)
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True, **options)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     else:

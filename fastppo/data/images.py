@@ -12,12 +12,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.contents import without_nulls
 from fastppo.data.datasets import DataError, Rows
 from fastppo.functional.scalars import describe
 
@@ -49,7 +50,7 @@ class RowImages:
     sources: tuple[Any, ...]
     """Paths, bytes, or images of Pillow."""
     digest: str
-    """Fingerprint of the images' bytes."""
+    """Fingerprint of the images' pixels."""
 
     @classmethod
     def of(cls, sources: Sequence[Any], where: str) -> RowImages:
@@ -58,16 +59,22 @@ class RowImages:
         Raises:
             DataError: an image cannot be read.
         """
-        digest = hashlib.sha256()
         plain = tuple(_source(source) for source in sources)
-        for source in plain:
-            image = open_image(source, where)
-            digest.update(f"{image.size} ".encode() + image.tobytes())
-        return cls(plain, digest.hexdigest())
+        return cls(plain, _digest(open_image(source, where) for source in plain))
 
     def open(self) -> list[Image]:
-        """Return the images in RGB."""
-        return [open_image(source, "images") for source in self.sources]
+        """Return the images in RGB.
+
+        Raises:
+            DataError: an image cannot be read, or is not the one that was checked.
+        """
+        images = [open_image(source, "images") for source in self.sources]
+        if _digest(images) != self.digest:
+            files = [str(x) for x in self.sources if isinstance(x, (str, Path))]
+            raise DataError(
+                f"images: {' or '.join(files) or 'an image'} has changed during the run"
+            )
+        return images
 
     def thumbnails(self) -> list[str]:
         """Return small copies as data URIs, for records and the report."""
@@ -192,18 +199,26 @@ def encode_image_prompt(
     return prompt, ImagePrompt(list(map(int, ids)), images, text, unexpanded)
 
 
+def _digest(images: Iterable[Image]) -> str:
+    """Return a fingerprint of the pixels."""
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.size} ".encode() + image.tobytes())
+    return digest.hexdigest()
+
+
 def open_image(source: Any, where: str) -> Image:
-    """Return an image in RGB; raise DataError if it cannot be read.
+    """Return an image in RGB and upright; raise DataError if it cannot be read.
 
     Args:
         source: a path, bytes, or an image of Pillow.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError("images in prompts need Pillow: pip install pillow") from error
     if isinstance(source, Image.Image):
-        return source.convert("RGB")
+        return ImageOps.exif_transpose(source).convert("RGB")
     if not isinstance(source, (str, Path, bytes)):
         raise DataError(
             f"{where}: an image must be a path, bytes or an image of Pillow, got {describe(source)}"
@@ -211,7 +226,7 @@ def open_image(source: Any, where: str) -> Image:
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with Image.open(file) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, UnidentifiedImageError) as error:
         raise DataError(f"{where}: the image cannot be read: {error}") from error
 
@@ -276,7 +291,7 @@ def _split_messages(
                 is_image = isinstance(part, Mapping) and part.get("type") == "image"
                 if is_image:
                     images += [part[key] for key in KEYS if part.get(key) is not None][:1]
-                parts.append(dict(PART) if is_image else part)
+                parts.append(dict(PART) if is_image else without_nulls(part))
         if message["role"] == "user" and missing:
             parts = [dict(PART) for _ in range(missing)] + parts
             missing = 0

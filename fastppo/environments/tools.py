@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastppo.data.chat import encodable, is_chat, render_chat, text_of, with_text
-from fastppo.data.datasets import DataError
 from fastppo.environments.maker import EnvironmentMaker, TurnFormat
 from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
 
@@ -117,10 +116,9 @@ class ToolFormat(TurnFormat):
         with_answer = [
             *question,
             {"role": "assistant", "content": "call"},
-            {"role": "tool", "name": "tool", "content": "toolanswer"},
+            {"role": "tool", "name": "tool", "content": "answer"},
         ]
-        if "toolanswer" not in render_chat(tokenizer, with_answer, where, tools=self.schemas):
-            raise DataError(f"{where}: the chat template ignores messages of the role tool")
+        render_chat(tokenizer, with_answer, where, tools=self.schemas)  # or raises DataError
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)
         if not self.shows_tools:

@@ -35,6 +35,7 @@ from fastppo.data.chat import (
     render_chat,
     token_ids,
 )
+from fastppo.data.contents import refuse_images
 from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
@@ -321,6 +322,7 @@ class Turns:
 
         They are those of the chat template's text.
         """
+        refuse_images(messages, self._where)
         mark = PLACEHOLDER
         while mark in str(messages):
             mark += PLACEHOLDER[-1]

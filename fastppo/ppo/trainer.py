@@ -162,8 +162,8 @@ class PPOTrainer(PPO):
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
-                or outside the vocabulary; a number is not finite; a mask is not bool or has no
-                True; without masks, tokens follow a stop token, as padding does.
+                or outside the vocabulary; a prompt has images; a number is not finite; a mask is
+                not bool or has no True; without masks, tokens follow a stop token, as padding does.
             RunStoppedError: a metric crossed a threshold of `stop_if`, after the update.
         """
         given = given_responses(

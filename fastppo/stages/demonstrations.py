@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastppo.data.chat import encode_prompt, is_chat, render_chat
+from fastppo.data.chat import encode_prompt, is_chat, render_chat, shown_messages
 from fastppo.data.datasets import DataError, Rows
 from fastppo.data.padding import pad, padded_batch
 from fastppo.functional.scalars import describe
@@ -138,6 +138,7 @@ def encode_chat(
         DataError: there is no chat template, it rejects the messages, or its rendering hides where
             a turn starts.
     """
+    messages = shown_messages(tokenizer, messages, where)
     text = render_chat(tokenizer, messages, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = list(encoded["input_ids"])

@@ -49,6 +49,28 @@ def test_a_path_bytes_and_an_image_are_the_same(tmp_path: Path) -> None:
     assert opened.tobytes() == image.tobytes()
 
 
+def test_a_photograph_is_turned_upright(tmp_path: Path) -> None:
+    """Cameras save the pixels as the sensor has them, with an orientation in EXIF."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise
+    lying = tiny_vision.image(40, 24)
+    lying.save(tmp_path / "lying.png", exif=exif)
+    upright = lying.transpose(Image.Transpose.ROTATE_270)
+    with Image.open(tmp_path / "lying.png") as photograph:
+        for source in (tmp_path / "lying.png", photograph):
+            (opened,) = RowImages.of([source], "row 1").open()
+            assert opened.tobytes() == upright.tobytes()
+
+
+def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    tiny_vision.image(9, 7).save(path)
+    images = RowImages.of([str(path)], "row 1")
+    tiny_vision.image(9, 7, seed=1).save(path)
+    with pytest.raises(DataError, match=r"image\.png"):
+        images.open()
+
+
 def test_prompts_as_text_and_as_messages_have_the_same_tokens(tmp_path: Path) -> None:
     image = tiny_vision.image(9, 7)
     path = tmp_path / "image.png"

@@ -48,6 +48,12 @@ def test_prompts_are_encoded_as_in_a_run() -> None:
     assert given.rollout.tokens == [[10, 1]] * 3
 
 
+def test_images_are_refused() -> None:
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w1"}]}]
+    with pytest.raises(ValueError, match=r"^prompt 0: .*image"):
+        _given([chat], ["w7 <eos>"], tokenizer=tiny.tokenizer(chat=True))
+
+
 def test_a_response_without_a_stop_token_is_truncated() -> None:
     given = _given(["w1", "w2"], ["w3 w4", "w3 <eos>"])
     assert given.rollout.truncated == [True, False]

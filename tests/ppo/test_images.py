@@ -110,6 +110,32 @@ def test_a_processor_that_was_passed_in_is_saved_with_the_policy(tmp_path: Path)
     assert (tmp_path / "policy" / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("owner", ["tokenizer", "processor"])
+def test_variables_of_the_chat_template_reach_a_processor_that_was_passed_in(
+    owner: str, tmp_path: Path
+) -> None:
+    template = (
+        "{% for m in messages %}{% for part in m['content'] %}"
+        "{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}"
+        "{% endfor %}{% endfor %}{{ word }}"
+    )
+    processor = tiny_vision.processor("idefics3")
+    processor.tokenizer.chat_template = template if owner == "tokenizer" else None
+    processor.chat_template = template
+    trainer = PPOTrainer(
+        PPOConfig(**tiny.options(tmp_path, chat_template_kwargs={"word": "w9"}, **OPTIONS)),
+        model=tiny_vision.model("idefics3"),
+        tokenizer=processor,
+        prompts=[{"prompt": [{"role": "user", "content": "w1"}], "image": tiny_vision.image(9, 7)}],
+        rewards=[tiny.every_other],
+    )
+    assert trainer.parts.prompts is not None
+    (w9,) = tiny.tokenizer()("w9")["input_ids"]
+    assert trainer.parts.prompts.token_ids[0][-1] == w9
+    trainer.save_policy(tmp_path / "policy")
+    assert "w9" in (tmp_path / "policy" / "chat_template.jinja").read_text()
+
+
 def test_a_text_model_passes_images_on_to_the_rewards(tmp_path: Path) -> None:
     rows = [{**row, "image": "photo.png"} for row in tiny.PROMPTS]
     config = PPOConfig(**tiny.options(tmp_path))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastppo.data.chat import encode_prompt, with_template_variables
-from fastppo.models.pretrained import load_tokenizer
+from fastppo.data.prompts import encode_prompts
 from fastppo.plugins.adapters import load_prompts
 from fastppo.ppo.options.config import PPOConfig
+from fastppo.ppo.setup.preflight import Given, choose_processor, read_tokenizer
 
 ASSUMED = 512
 """Tokens of a prompt if there are none to read."""
@@ -35,19 +35,23 @@ def prompt_length(config: PPOConfig) -> PromptLength:
 
 
 def _longest(config: PPOConfig) -> PromptLength:
-    """Tokenize the prompts.
+    """Tokenize the prompts, with the tokens of their images.
 
     Raises:
         ValueError: the prompts or the tokenizer do not exist.
     """
     rows = load_prompts(config.prompts, config.split)
-    tokenizer = load_tokenizer(config.model)
-    if config.chat_template_kwargs:
-        tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
-    lengths = [
-        len(encode_prompt(row.get(config.prompt_column), tokenizer, config.prompts))
-        for row in rows[:: -(-len(rows) // READ)]
-    ]
+    given = Given()
+    tokenizer = read_tokenizer(config, given)
+    prompts = encode_prompts(
+        rows[:: -(-len(rows) // READ)],
+        tokenizer,
+        column=config.prompt_column,
+        max_prompt_tokens=2**31,
+        source=config.prompts,
+        processor=choose_processor(config, given, [rows], tokenizer),
+    )
+    lengths = list(map(len, prompts.token_ids))
     among = "" if len(lengths) == len(rows) else f", among {len(lengths)} of {len(rows)} rows"
     return PromptLength(
         max(lengths), f"the longest prompt of {config.prompts} has {max(lengths)} tokens{among}"

@@ -8,12 +8,13 @@ matter of minutes.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ProcessorMixin
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import with_template_variables
@@ -131,9 +132,7 @@ def preflight(config: PPOConfig, given: Given, *, world: World | None = None) ->
         check_user_engine(config, functions["rollout"].function)
     user_optimizer = functions.get("optimizer")
     check_optimizer(config, None if user_optimizer is None else user_optimizer.function)
-    tokenizer = given.text_tokenizer or load_tokenizer(config.model)
-    if config.chat_template_kwargs:
-        tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
+    tokenizer = read_tokenizer(config, given)
     check_vocabularies(config, tokenizer)
     processor = choose_processor(config, given, [rows, held_out_rows], tokenizer)
     room = prompt_room(context, config.max_new_tokens)
@@ -240,6 +239,25 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
     return (context or 2**31) - max_new_tokens
 
 
+def read_tokenizer(config: PPOConfig, given: Given) -> Any:
+    """Return the tokenizer of a run, with its chat template, which may be the processor's.
+
+    Raises:
+        ValueError: there is no tokenizer, or its template does not read a variable.
+    """
+    tokenizer = given.text_tokenizer or load_tokenizer(config.model)
+    if tokenizer.chat_template is None:
+        if given.tokenizer is not None:
+            tokenizer.chat_template = getattr(given.tokenizer, "chat_template", None)
+        elif is_multimodal(model_config(config.model)):
+            # Older checkpoints have it in chat_template.json, which tokenizers do not read.
+            files, _ = ProcessorMixin.get_processor_dict(config.model)
+            tokenizer.chat_template = files.get("chat_template")
+    if config.chat_template_kwargs:
+        tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
+    return tokenizer
+
+
 def choose_processor(
     config: PPOConfig, given: Given, rows: Sequence[Rows | None], tokenizer: Any
 ) -> Any:
@@ -266,12 +284,12 @@ def choose_processor(
     if config.async_steps:
         raise ValueError("async_steps=1 takes no images in prompts")
     if given.tokenizer is not None and given.text_tokenizer is not given.tokenizer:
-        processor = given.tokenizer
+        processor = copy.copy(given.tokenizer)
+        processor.tokenizer = tokenizer
+        processor.chat_template = tokenizer.chat_template  # it is saved with the policy
     else:
         name = config.model or given.model.name_or_path  # type: ignore[union-attr]
         processor = load_processor(name or "", tokenizer, model)
-    if processor.tokenizer.chat_template is None:
-        processor.tokenizer.chat_template = getattr(processor, "chat_template", None)
     return processor
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_vision
 from phase_peaks import options
 
 from fastppo import cli
+from fastppo.data.prompts import encode_prompts
 from fastppo.ppo.plan.changes import SHOWN, helpful_changes
 from fastppo.ppo.plan.plan import make_plan
 from fastppo.ppo.plan.prompts import ASSUMED, prompt_length
@@ -49,3 +51,18 @@ def test_prompts_are_read_for_their_length(tmp_path: Path, capsys) -> None:
     flags[5] = "2000"  # with the assumed prompts, longer than the context
     assert cli.main(["plan", *flags]) != 0
     assert "absent.jsonl" in capsys.readouterr().err, "why the length is assumed"
+
+
+def test_image_tokens_are_counted(tmp_path: Path) -> None:
+    model = tiny_vision.saved_model(tmp_path / "vision", "qwen2_5_vl")
+    tiny_vision.image(40, 24).save(tmp_path / "image.png")
+    placeholder = tiny_vision.placeholder("qwen2_5_vl")
+    row = {"prompt": f"w1 {placeholder} w2", "image": str(tmp_path / "image.png")}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(row) + "\n")
+    found = prompt_length(options(tmp_path, model=model, prompts=str(prompts)))
+    processor = tiny_vision.processor("qwen2_5_vl")
+    (ids,) = encode_prompts(
+        [row], processor.tokenizer, max_prompt_tokens=100, processor=processor
+    ).token_ids
+    assert found.tokens == len(ids) > len(processor.tokenizer(row["prompt"])["input_ids"])

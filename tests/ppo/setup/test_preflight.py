@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_vision
 from rich.console import Console
 
 from fastppo.ppo.options.config import PPOConfig
@@ -195,6 +196,20 @@ def test_a_dead_reward_server_is_refused(
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/judge"
     with pytest.raises(RewardError, match=f"'judge'.*{url}"):
         _preflight(folder, monkeypatch, **{"rewards": [], option: [url, url]})
+
+
+def test_a_template_that_only_the_processor_reads_renders_prompts_of_text(tmp_path: Path) -> None:
+    """It takes parts alone, and is in a file of older checkpoints."""
+    model = Path(tiny_vision.saved_model(tmp_path / "model", "smolvlm"))
+    template = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}"
+    (model / "chat_template.jinja").unlink()
+    legacy = {"chat_template": template + " w0{% endfor %}{% endfor %}"}
+    (model / "chat_template.json").write_text(json.dumps(legacy))
+    config = PPOConfig(**tiny.options(tmp_path, model=str(model)))
+    rows = [{"prompt": [{"role": "user", "content": "w1 w2"}]}]
+    inputs = preflight(config, Given(prompts=rows, rewards=[tiny.every_other]))
+    assert inputs.prompts is not None
+    assert inputs.prompts.token_ids == [tiny.tokenizer()("w1 w2 w0")["input_ids"]]
 
 
 def test_variables_of_the_chat_template_reach_prompts_and_the_saved_tokenizer(
