@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from fastppo.models.images import NoImages
 from fastppo.models.multimodal import frozen_parameters
 from fastppo.models.trunk import trunk_of
+from fastppo.models.value import CriticValue
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.vllm import as_prompt
@@ -124,12 +125,12 @@ def test_reference_and_critic_of_other_files_share_the_tower(tmp_path: Path) -> 
     assert reference is not None
     assert reference.frozen is not None
     policy = trainer.parts.model
+    assert isinstance(policy.value_function, CriticValue)
     trunk = trunk_of(policy.causal_lm)
     frozen = {id(p) for p in frozen_parameters(trunk)}
     for other_trunk in (trunk_of(reference.frozen.causal_lm), policy.value_function.trunk):
-        assert {id(p) for p in other_trunk.parameters()} & {
-            id(p) for p in trunk.parameters()
-        } == frozen
+        shared = {id(p) for p in other_trunk.parameters()} & {id(p) for p in trunk.parameters()}
+        assert shared == frozen
     trainer.train()
 
 
