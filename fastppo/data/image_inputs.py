@@ -23,6 +23,8 @@ class EncodedImages(NamedTuple):
     """Id of an image token."""
     kind: Any
     """Class of the tower's output in transformers."""
+    in_list: bool
+    """Whether that output lists the embeddings by image; otherwise they are one tensor."""
 
 
 class ImageInputs(NamedTuple):
@@ -34,6 +36,8 @@ class ImageInputs(NamedTuple):
     position_ids: Tensor | None
     """Position in the text, then in time, height and width: [4, B, S] int64."""
     kind: Any
+    in_list: bool
+    """`kind` and `in_list` are those of `EncodedImages`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -41,7 +45,8 @@ class ImageInputs(NamedTuple):
         more: dict[str, Any] = {}
         if self.deepstack:
             more["deepstack_features"] = [[features] for features in self.deepstack]
-        output = self.kind(pooler_output=[self.features], **more)
+        features = [self.features] if self.in_list else self.features
+        output = self.kind(pooler_output=features, **more)
         keywords: dict[str, Any] = {"mm_encoder_outputs": {"image": output}}
         if self.position_ids is not None:
             keywords["position_ids"] = self.position_ids
@@ -64,6 +69,7 @@ class ImageInputs(NamedTuple):
             deepstack=tuple(map(torch.cat, zip(*(x.deepstack for x in given), strict=True))),
             position_ids=position_ids,
             kind=given[0].kind,
+            in_list=given[0].in_list,
         )
 
 
