@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,7 @@ def processor(architecture: str) -> Any:
         words.eoi_token = "<|vision_end|>"
         return Gemma3Processor(_square_images(), words, image_seq_length=4)
     if architecture == "internvl":
-        return FourTokens(words)
+        return FourTokens(_square_images(), words, "<image>")
     images = image_processor(architecture)
     if architecture in ("idefics3", "smolvlm"):  # SmolVLM's own needs torchvision for videos
         return Idefics3Processor(image_processor=images, tokenizer=words, image_seq_len=4)
@@ -318,19 +318,15 @@ def _square_images() -> Gemma3ImageProcessorPil:
     return Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
 
 
-class FourTokens:
+class FourTokens(GridProcessor):
     """A processor for towers that turn each image of 32 × 32 pixels into four tokens.
 
     InternVL's own needs torchvision for videos.
     """
 
-    image_token = "<image>"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.image_processor = _square_images()
-        self.tokenizer = tokenizer
-
-    def __call__(self, text: Any, images: Any, **options: Any) -> dict[str, Any]:
+    def __call__(
+        self, text: Sequence[str], images: Sequence[Sequence[Any]], **options: Any
+    ) -> dict[str, Any]:
         """Return the ids of one text and the pixels of its images."""
         pixels = self.image_processor(images=list(images[0]), return_tensors="pt")["pixel_values"]
         expanded = text[0].replace(self.image_token, 4 * self.image_token)
