@@ -28,6 +28,7 @@ from fastppo.functional.scalars import counted
 from fastppo.generate_options import GenerateConfig
 from fastppo.models.device import choose_device
 from fastppo.models.multimodal import is_multimodal
+from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     is_checkpoint,
     load_causal_lm,
@@ -35,14 +36,14 @@ from fastppo.models.pretrained import (
     pad_token_id,
     stop_token_ids,
 )
-from fastppo.models.trunk import context_length
 from fastppo.plugins.adapters import load_prompts
 from fastppo.plugins.loading import Plugin
 from fastppo.ppo.checkpoints import policy_of
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
-from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling
-from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, RolloutEngine, Sampling
+from fastppo.rollout.agreement import difference
+from fastppo.rollout.engines import make_engine
 from fastppo.rollout.one_turn import OneTurn
 from fastppo.run.log import short_names
 
@@ -109,9 +110,10 @@ def _complete(
     environment: Plugin | None,
 ) -> Completions:
     """Generate the completions of one policy, over several turns if `environment` is given."""
-    model, tokenizer = _load(directory, config, device)
-    context = context_length(model) or 2**31
-    if is_multimodal(model.config) and have_images(rows, config.prompt_column):
+    policy, tokenizer = _load(directory, config, device)
+    engine = _engine(policy, tokenizer)
+    context = policy.context or 2**31
+    if is_multimodal(policy.config) and have_images(rows, config.prompt_column):
         raise ValueError("prompts: fastppo generate reads no images; transformers' generate does")
     turns: OneTurn | Turns = OneTurn()
     if environment is not None:
@@ -129,16 +131,13 @@ def _complete(
         source=f"{name}: {config.prompts or 'prompt'}",
     )
     prompts = prompts.select([i for i in range(len(prompts)) for _ in range(config.num_samples)])
-    engine = GenerateEngine(
-        model, pad_token_id(tokenizer, model), batch_size=BATCH_SIZE, tokenizer=tokenizer
-    )
     torch.manual_seed(config.seed)
     sampling = Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature or 1.0,
         top_k=config.top_k,
         top_p=config.top_p,
-        stop_token_ids=stop_token_ids(config.stop_token_ids, tokenizer, model),
+        stop_token_ids=stop_token_ids(config.stop_token_ids, tokenizer, policy.causal_lm),
         stop_strings=tuple(config.stop_strings),
         greedy=config.temperature == 0,
     )
@@ -156,13 +155,28 @@ def _complete(
     return completions
 
 
-def _load(directory: str, config: GenerateConfig, device: torch.device) -> tuple[Any, Any]:
-    """Return (model, tokenizer) of a policy. A checkpoint keeps the dtype of its run."""
+def _load(
+    directory: str, config: GenerateConfig, device: torch.device
+) -> tuple[LanguageModel, Any]:
+    """Return (policy, tokenizer). A checkpoint keeps the dtype of its run."""
     if is_checkpoint(directory):
-        policy, tokenizer = policy_of(Path(directory), str(device))
-        return policy.causal_lm, tokenizer
+        return policy_of(Path(directory), str(device))
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
-    return model, load_tokenizer(directory)
+    return LanguageModel(model), load_tokenizer(directory)
+
+
+def _engine(policy: LanguageModel, tokenizer: Any) -> RolloutEngine:
+    """Return the engine that `fastppo train` would use.
+
+    Raises:
+        ValueError: FastPPO does not know the model, or no engine computes what the model computes.
+    """
+    policy.check_heads()
+    pad = pad_token_id(tokenizer, policy.causal_lm)
+    engine, note = make_engine("decoder", policy, tokenizer, pad, batch_size=BATCH_SIZE)
+    if note is not None and difference(engine, policy) is not None:
+        raise ValueError(note)
+    return engine
 
 
 def _score(term: RewardTerm, rows: Rows, policy: Completions, config: GenerateConfig) -> Scored:

@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import tiny
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from fastppo import cli
 from fastppo.data.datasets import DataError
@@ -130,6 +132,49 @@ def test_wrong_input_raises(two, reward, tmp_path) -> None:
         generate(_config(tmp_path, models=two, max_new_tokens=63))
     with pytest.raises(RewardError, match=r"'broken' .*nan"):
         generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
+
+
+def _greedy(model: Any, prompt: list[int], length: int) -> list[int]:
+    """Return the likeliest tokens, each from a forward pass over the whole sequence."""
+    ids = torch.tensor([prompt])
+    for _ in range(length):
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "xlstm", "jamba"])
+def test_completions_are_the_models_own_where_padding_or_cache_are_faulty(
+    model_type: str, tmp_path: Path
+) -> None:
+    words = tiny.tokenizer()
+    architectures.model(model_type).save_pretrained(tmp_path / "policy")
+    words.save_pretrained(tmp_path / "policy")
+    prompts = [" ".join(f"w{(3 * i + j) % 40}" for j in range(1 + 2 * i)) for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in prompts))
+    config = _config(
+        tmp_path,
+        models=[str(tmp_path / "policy")],
+        prompt=None,
+        prompts=str(tmp_path / "p.jsonl"),
+        stop_token_ids=[],
+    )
+    _, (completions,) = generate(config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+    assert completions.token_ids == [
+        _greedy(loaded, words(prompt)["input_ids"], 4) for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["cpmant", "modernbert-decoder"])
+def test_a_model_whose_completions_would_be_wrong_is_refused(
+    model_type: str, tmp_path: Path
+) -> None:
+    architectures.model(model_type).save_pretrained(tmp_path / "policy")
+    tiny.tokenizer().save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"CpmAnt|ModernBert"):
+        generate(_config(tmp_path, models=[str(tmp_path / "policy")]))
 
 
 ENVIRONMENT = """

@@ -23,9 +23,9 @@ class EncodedImages(NamedTuple):
     """Id of an image token."""
     kind: Any
     """Class of the tower's output in transformers."""
-    block: int = 0
-    """Number of embeddings per block if the tower returns all in one tensor, [blocks, block, H], as
-    Idefics3 does in transformers 5.19; 0 if it returns a list."""
+    block: int | None = None
+    """Embeddings in a block if that output is one tensor, [blocks, block, H], as of Idefics3 in
+    transformers 5.19; 0 if it is [tokens, H]; None if it lists the embeddings by image."""
 
 
 class ImageInputs(NamedTuple):
@@ -37,7 +37,8 @@ class ImageInputs(NamedTuple):
     position_ids: Tensor | None
     """Position in the text, then in time, height and width: [4, B, S] int64."""
     kind: Any
-    block: int
+    block: int | None
+    """`kind` and `block` are those of `EncodedImages`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -45,7 +46,7 @@ class ImageInputs(NamedTuple):
         more: dict[str, Any] = {}
         if self.deepstack:
             more["deepstack_features"] = [[features] for features in self.deepstack]
-        features: Any = [self.features]
+        features: Any = [self.features] if self.block is None else self.features
         if self.block:
             features = self.features.unflatten(0, (-1, self.block))
         output = self.kind(pooler_output=features, **more)

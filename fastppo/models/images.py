@@ -161,7 +161,7 @@ class ImageEncoder(NoImages):
         """
         token_id = self.policy.config.image_token_id
         if not prompt.images.sources:
-            return EncodedImages(torch.empty(0), (), None, token_id, kind=None)
+            return EncodedImages(torch.empty(0), (), None, token_id, kind=None, block=None)
         inputs = {k: v for k, v in self.inputs(prompt).items() if k in self.names}
         with self.policy.autocast():
             output = self.trunk.get_image_features(**inputs, return_dict=True)
@@ -172,7 +172,6 @@ class ImageEncoder(NoImages):
                 f"images: the prompt has {count} image tokens, and the vision tower returns "
                 f"{len(features)} embeddings"
             )
-        in_one_tensor = isinstance(output.pooler_output, torch.Tensor)
         deepstack = getattr(output, "deepstack_features", None) or ()
         return EncodedImages(
             features=features,
@@ -180,7 +179,7 @@ class ImageEncoder(NoImages):
             positions=self._positions(prompt, inputs),
             token_id=token_id,
             kind=type(output),
-            block=output.pooler_output.shape[-2] if in_one_tensor else 0,
+            block=_block(output.pooler_output),
         )
 
     def _positions(self, prompt: ImagePrompt, inputs: dict[str, Any]) -> Any:
@@ -200,34 +199,55 @@ class ImageEncoder(NoImages):
         """Compare the logits of the first prompt with images with the model's own.
 
         Raises:
-            ValueError: they differ.
+            ValueError: they cannot be computed, or differ.
         """
         given = [ids for ids in prompts.token_ids if isinstance(ids, ImagePrompt)]
         first = next((ids for ids in given if ids.images.sources), None)
         if first is None:
             return
-        ids = torch.tensor([first], device=self.policy.device)
-        encoded = [self.encode(first)]
-        places = torch.arange(len(first)).unsqueeze(0)
+        name = type(self.policy.causal_lm).__name__
+        try:
+            theirs, ours = self._both_logits(first)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model of another kind may fail in any way
+            raise ValueError(
+                f"images: {name} cannot be trained with images: on the first prompt with images, "
+                f"its vision tower, or its trunk on the tower's output, raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        tolerance = 1e-3 if self.policy.is_full_precision else 5e-2
+        worst = (theirs - ours).abs().max().item()
+        if not worst <= tolerance * (1 + theirs.abs().max().item()):
+            raise ValueError(
+                f"images: {name} computes other logits from its vision tower's output than from "
+                f"the image, by {worst:.3g}. Do its image tokens attend in both directions? That "
+                "is not supported"
+            )
+
+    def _both_logits(self, prompt: ImagePrompt) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits from the images, and from the tower's output, [1, S, V] fp32."""
+        ids = torch.tensor([prompt], device=self.policy.device)
+        encoded = [self.encode(prompt)]
+        places = torch.arange(len(prompt)).unsqueeze(0)
         positions = rope_positions(encoded, torch.zeros_like(places), places)
         if positions is not None:
             positions = positions.to(ids.device)
-        inputs = self.inputs(first)
+        inputs = self.inputs(prompt)
         if "mm_token_type_ids" not in inputs and positions is not None:
             inputs["mm_token_type_ids"] = (ids == self.policy.config.image_token_id).int()
         with self.policy.autocast():
             theirs = self.policy.causal_lm(input_ids=ids, use_cache=False, **inputs).logits.float()
             images = ImageInputs.of(encoded, positions)
             states = hidden_states(self.trunk, ids, images=images)
-            ours = self.policy.head.logits(states)
-        tolerance = 1e-3 if self.policy.is_full_precision else 5e-2
-        worst = (theirs - ours).abs().max().item()
-        if not worst <= tolerance * (1 + theirs.abs().max().item()):
-            raise ValueError(
-                f"images: {type(self.policy.causal_lm).__name__} computes other logits from its "
-                f"vision tower's output than from the image, by {worst:.3g}. Do its image tokens "
-                "attend in both directions? That is not supported"
-            )
+            return theirs, self.policy.head.logits(states)
+
+
+def _block(output: Any) -> int | None:
+    """Return the `EncodedImages.block` of what a tower returns."""
+    if not isinstance(output, torch.Tensor):
+        return None
+    return output.shape[-2] if output.dim() > 2 else 0
 
 
 def _joined(features: Any) -> torch.Tensor:

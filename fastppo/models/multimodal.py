@@ -2,8 +2,8 @@
 
 transformers wraps a vision tower, a projector and a language model. The wrapper is the `base_model`
 of the whole, so the one trunk and the one head of FastPPO stay what they are, and the policy is
-saved under the names of the weights in its checkpoint. Vision tower and projector are frozen: they
-are the same in policy, reference and critic, which share them in memory.
+saved under the names of the weights in its checkpoint. Vision tower and projector are frozen. The
+policy's copies share them in memory, and so does another reference or critic if there are images.
 """
 
 from __future__ import annotations
@@ -89,6 +89,13 @@ def frozen_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in language]
 
 
+def named_frozen(model: PreTrainedModel) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters outside the language model under all their names."""
+    frozen = {id(p) for p in frozen_parameters(model)}
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, p) for name, p in named if id(p) in frozen]
+
+
 def frozen_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules outside the language model by their names; none for a model of text."""
     frozen = {id(p) for p in frozen_parameters(model)}
@@ -113,6 +120,31 @@ def copy_sharing_frozen(module: Module, model: PreTrainedModel) -> Module:
     """Return a deep copy of a module that shares what is frozen in `model`."""
     shared: dict[int, Any] = {id(p): p for p in frozen_parameters(model)}
     return copy.deepcopy(module, shared)
+
+
+def different_frozen(trunk: Any, other: Any) -> str | None:
+    """Return the name of the first frozen parameter in which two trunks differ.
+
+    Args:
+        trunk, other: trunks of one class, on one device.
+
+    Returns:
+        None if vision tower and projector are the same.
+    """
+    theirs = dict(other.named_parameters(remove_duplicate=False))
+    for name, parameter in named_frozen(trunk):
+        own = theirs.get(name)
+        if own is None or own.dtype != parameter.dtype or not torch.equal(own, parameter):
+            return name
+    return None
+
+
+def share_frozen(trunk: Any, other: Any) -> None:
+    """Replace the frozen parameters of `trunk` by those of `other`, so that one is in memory."""
+    theirs = dict(other.named_parameters(remove_duplicate=False))
+    for name, _ in named_frozen(trunk):
+        module, _, attribute = name.rpartition(".")
+        setattr(trunk.get_submodule(module), attribute, theirs[name])
 
 
 def not_quantized(config: Any) -> list[str] | None:

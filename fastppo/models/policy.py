@@ -31,6 +31,7 @@ from fastppo.models.trunk import (
     prepare,
     states_at,
     switch_dropout_off,
+    text_lm_of,
     trunk_of,
 )
 from fastppo.models.value import CriticValue, SharedValue, ValueFunction
@@ -176,7 +177,8 @@ class LanguageModel(nn.Module):
             with torch.no_grad():
                 # The same matmuls on two paths agree to rounding; an unknown scale, cap or second
                 # norm changes the first digit.
-                theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+                text_lm = text_lm_of(self.causal_lm)
+                theirs = text_lm(input_ids=ids, use_cache=False).logits.float()
                 states = hidden_states(trunk_of(self.causal_lm), ids)
                 ours = self.head.logits(states)
         except torch.OutOfMemoryError:

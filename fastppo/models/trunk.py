@@ -49,13 +49,25 @@ def trunk_of(causal_lm: Any) -> Any:
     if trunk is not causal_lm:
         return trunk
     # Llama 4's `base_model_prefix` names no attribute.
-    inner = [module for module in causal_lm.children() if isinstance(module, PreTrainedModel)]
+    text_lm = text_lm_of(causal_lm)
+    inner = [module for module in text_lm.children() if isinstance(module, PreTrainedModel)]
     if len(inner) != 1:
         raise ValueError(
             f"{type(causal_lm).__name__} cannot be trained: expected a trunk, in its base_model or "
             f"as its only PreTrainedModel, found {len(inner)}"
         )
     return inner[0]
+
+
+def text_lm_of(causal_lm: Any) -> Any:
+    """Return the causal LM of text with the logits and the trunk of a causal LM.
+
+    That is the model itself, except for Llama 4's vision-language model. It wraps a causal LM next
+    to a vision tower, and in transformers 5.24 its own forward pass raises an error.
+    """
+    decoder = causal_lm.get_decoder()
+    has_head = decoder is not causal_lm.base_model and decoder.get_output_embeddings() is not None
+    return decoder if has_head else causal_lm
 
 
 def hidden_states(

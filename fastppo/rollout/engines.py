@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastppo.models.policy import LanguageModel
+from fastppo.models.trunk import text_lm_of
 from fastppo.rollout import RolloutEngine
 from fastppo.rollout.agreement import difference
 from fastppo.rollout.decoder import DecoderEngine
@@ -36,7 +37,7 @@ def make_engine(
 
     def generate(*, equal_lengths: bool, use_cache: bool = True) -> GenerateEngine:
         return GenerateEngine(
-            policy.causal_lm,
+            text_lm_of(policy.causal_lm),
             pad_token_id,
             batch_size=batch_size,
             compute_dtype=policy.compute_dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,28 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    Gemma4Config,
     Idefics3Config,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
+    InternVLConfig,
+    Llama4Config,
+    LlavaConfig,
+    LlavaOnevisionConfig,
+    Mistral3Config,
+    PaliGemmaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen2VLImageProcessorPil,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolVLMConfig,
     SmolVLMImageProcessorPil,
 )
@@ -74,7 +86,7 @@ def _tower(**more: Any) -> dict[str, Any]:
     return {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, **more}
 
 
-def _siglip() -> dict[str, Any]:
+def _siglip(**more: Any) -> dict[str, Any]:
     return {
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -82,6 +94,7 @@ def _siglip() -> dict[str, Any]:
         "intermediate_size": 24,
         "image_size": 32,
         "patch_size": 8,
+        **more,
     }
 
 
@@ -93,6 +106,24 @@ def _idefics(config: Any) -> PretrainedConfig:
         image_token_id=IDS["<image>"],
         pad_token_id=0,
     )
+
+
+LINEAR_ATTENTION = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL = {
+    "head_dim": 8,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GEMMA_IDS = {"boi_token_index": IDS["<|vision_start|>"], "eoi_token_index": IDS["<|vision_end|>"]}
 
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -122,17 +153,100 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **QWEN_IDS,
     ),
     "qwen3_5": lambda: Qwen3_5Config(
-        text_config=_text(
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            rope_parameters={**ROPE, "partial_rotary_factor": 1.0},
-        ),
+        text_config=_text(**LINEAR_ATTENTION),
         vision_config=_tower(intermediate_size=24, out_hidden_size=32, num_position_embeddings=64),
         **QWEN_IDS,
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
+        text_config=_text(shared_expert_intermediate_size=16, **EXPERTS, **LINEAR_ATTENTION),
+        vision_config=_tower(intermediate_size=24, out_hidden_size=32, num_position_embeddings=64),
+        **QWEN_IDS,
+    ),
+    "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
+        text_config=_text(head_dim=8, rope_parameters=ROPE, **EXPERTS),
+        vision_config=_tower(
+            depth=3,
+            intermediate_size=24,
+            out_hidden_size=32,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[0, 1],
+        ),
+        **QWEN_IDS,
+    ),
+    "gemma3": lambda: Gemma3Config(
+        text_config=_text(model_type="gemma3_text", **LOCAL),
+        vision_config=_siglip(model_type="siglip_vision_model"),
+        mm_tokens_per_image=4,
+        image_token_index=IDS["<image>"],
+        **GEMMA_IDS,
+    ),
+    "gemma4": lambda: Gemma4Config(
+        text_config=_text(
+            global_head_dim=8,
+            vocab_size_per_layer_input=len(tiny.VOCABULARY) + len(SPECIAL),
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=0,
+            **LOCAL,
+        ),
+        vision_config={
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "patch_size": 8,
+            "position_embedding_size": 16,
+        },
+        audio_config=None,
+        image_token_id=IDS["<image>"],
+        boi_token_id=IDS["<|vision_start|>"],
+        eoi_token_id=IDS["<|vision_end|>"],
+    ),
+    "internvl": lambda: InternVLConfig(
+        text_config=_text(model_type="qwen2"),
+        vision_config=_siglip(image_size=[32, 32], patch_size=[8, 8]),
+        image_token_id=IDS["<image>"],
+    ),
+    "llama4": lambda: Llama4Config(
+        text_config=_text(
+            head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=8
+        ),
+        vision_config=_siglip(
+            intermediate_size=64,
+            vision_output_dim=16,
+            projector_input_dim=16,
+            projector_output_dim=16,
+        ),
+        image_token_index=IDS["<image>"],
+        **GEMMA_IDS,
+    ),
+    "llava": lambda: LlavaConfig(
+        text_config=_text(model_type="llama"),
+        vision_config=_siglip(model_type="clip_vision_model", projection_dim=16),
+        image_token_index=IDS["<image>"],
+        vision_feature_layer=-1,
+    ),
+    "llava_onevision": lambda: LlavaOnevisionConfig(
+        text_config=_text(model_type="qwen2"),
+        vision_config=_siglip(model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=IDS["<image>"],
+        video_token_index=IDS["<|video_pad|>"],
+    ),
+    "mistral3": lambda: Mistral3Config(
+        text_config=_text(model_type="mistral", sliding_window=None),
+        vision_config=_siglip(model_type="pixtral", head_dim=8),
+        image_token_index=IDS["<image>"],
+        vision_feature_layer=-1,
+    ),
+    "paligemma": lambda: PaliGemmaConfig(
+        text_config=_text(model_type="gemma", head_dim=8),
+        vision_config=_siglip(
+            model_type="siglip_vision_model", projection_dim=32, vision_use_head=False
+        ),
+        image_token_index=IDS["<image>"],
+        projection_dim=32,
+        hidden_size=32,
     ),
 }
 
@@ -191,16 +305,45 @@ def saved_model(directory: Path, architecture: str) -> str:
 
 def processor(architecture: str) -> Any:
     """Return a processor that needs Pillow alone."""
-    images, words = image_processor(architecture), tokenizer(chat=True)
+    words = tokenizer(chat=True)
+    if architecture == "gemma3":
+        words.image_token, words.image_token_id = "<image>", IDS["<image>"]
+        words.boi_token, words.boi_token_id = "<|vision_start|>", IDS["<|vision_start|>"]
+        words.eoi_token = "<|vision_end|>"
+        return Gemma3Processor(_square_images(), words, image_seq_length=4)
+    if architecture == "internvl":
+        return FourTokens(_square_images(), words, "<image>")
+    images = image_processor(architecture)
     if architecture in ("idefics3", "smolvlm"):  # SmolVLM's own needs torchvision for videos
         return Idefics3Processor(image_processor=images, tokenizer=words, image_seq_len=4)
     return GridProcessor(images, words, "<|image_pad|>")
 
 
+def _square_images() -> Gemma3ImageProcessorPil:
+    return Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+
+
+class FourTokens(GridProcessor):
+    """A processor for towers that turn each image of 32 × 32 pixels into four tokens.
+
+    InternVL's own needs torchvision for videos.
+    """
+
+    def __call__(
+        self, text: Sequence[str], images: Sequence[Sequence[Any]], **options: Any
+    ) -> dict[str, Any]:
+        """Return the ids of one text and the pixels of its images."""
+        pixels = self.image_processor(images=list(images[0]), return_tensors="pt")["pixel_values"]
+        expanded = text[0].replace(self.image_token, 4 * self.image_token)
+        return {**self.tokenizer([expanded], **options), "pixel_values": pixels}
+
+
 def placeholder(architecture: str) -> str:
     """Return the placeholder of an image in a text."""
-    if architecture in ("idefics3", "smolvlm"):
+    if architecture in ("idefics3", "smolvlm", "internvl"):
         return "<image>"
+    if architecture == "gemma3":
+        return "<|vision_start|>"
     return "<|vision_start|><|image_pad|><|vision_end|>"
 
 

@@ -16,7 +16,7 @@ from fastppo.models.trunk import hidden_states
 from fastppo.rollout import Sampling
 from fastppo.rollout.decoder import DecoderEngine
 
-FAMILIES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 ROUNDING = 2e-5
 """Relative: fp32 with sums in another order, through a tower and two layers."""
 families = pytest.mark.parametrize("architecture", FAMILIES)
@@ -141,6 +141,23 @@ def test_a_model_that_computes_other_logits_is_refused(monkeypatch: pytest.Monke
         monkeypatch.setattr(encoder, "encode", lambda prompt, changed=changed: changed)
         with pytest.raises(ValueError, match="images"):
             encoder.check(prompts)
+
+
+def test_a_model_whose_image_tokens_attend_in_both_directions_is_refused() -> None:
+    encoder, prompts = tiny_vision.encoder("gemma3")
+    with pytest.raises(ValueError, match="both directions"):
+        encoder.check(prompts)
+
+
+def test_a_trunk_that_fails_on_the_output_of_its_tower_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list where the trunk expects a tensor raises an AttributeError there."""
+    encoder, prompts = tiny_vision.encoder("internvl")
+    read = encoder.encode(prompts.token_ids[0])
+    monkeypatch.setattr(encoder, "encode", lambda prompt: read._replace(block=None))
+    with pytest.raises(ValueError, match=r"images.* AttributeError"):
+        encoder.check(prompts)
 
 
 def test_a_trunk_without_the_operand_is_refused() -> None:

@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from fastppo.models.images import NoImages
+from fastppo.models.multimodal import frozen_parameters
+from fastppo.models.trunk import trunk_of
+from fastppo.models.value import CriticValue
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.vllm import as_prompt
@@ -94,6 +97,41 @@ def test_what_takes_no_images_is_refused(more: dict[str, Any], named: str, tmp_p
         words.save_pretrained(tmp_path / "critic")
     with pytest.raises(ValueError, match=named):
         _trainer("idefics3", tmp_path, **more)
+
+
+def _changed(model: Any, directory: Path, part: str) -> str:
+    """Save a model after a change of its parameters with `part` in their names."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.add_(0.1)
+    model.save_pretrained(directory)
+    tiny_vision.tokenizer(chat=True).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("part", ["visual.blocks", "visual.merger"])
+@pytest.mark.parametrize("who", ["reference_model", "critic_model"])
+def test_another_vision_tower_is_refused(who: str, part: str, tmp_path: Path) -> None:
+    other = _changed(tiny_vision.model("qwen2_5_vl"), tmp_path / "other", part)
+    with pytest.raises(ValueError, match=who.removesuffix("_model")):
+        _trainer("qwen2_5_vl", tmp_path, **{who: other})
+
+
+def test_reference_and_critic_of_other_files_share_the_tower(tmp_path: Path) -> None:
+    other = _changed(tiny_vision.model("qwen2_5_vl"), tmp_path / "other", "language_model.layers")
+    trainer = _trainer("qwen2_5_vl", tmp_path, reference_model=other, critic_model=other)
+    reference = trainer.parts.reference
+    assert reference is not None
+    assert reference.frozen is not None
+    policy = trainer.parts.model
+    assert isinstance(policy.value_function, CriticValue)
+    trunk = trunk_of(policy.causal_lm)
+    frozen = {id(p) for p in frozen_parameters(trunk)}
+    for other_trunk in (trunk_of(reference.frozen.causal_lm), policy.value_function.trunk):
+        shared = {id(p) for p in other_trunk.parameters()} & {id(p) for p in trunk.parameters()}
+        assert shared == frozen
+    trainer.train()
 
 
 def test_a_processor_that_was_passed_in_is_saved_with_the_policy(tmp_path: Path) -> None:

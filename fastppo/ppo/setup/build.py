@@ -16,6 +16,7 @@ from fastppo.environments.failures import DropFailures, RaiseFailures
 from fastppo.environments.turns import Turns
 from fastppo.models.device import choose_device
 from fastppo.models.images import ImageEncoder, NoImages
+from fastppo.models.multimodal import different_frozen, share_frozen
 from fastppo.models.packing import choose_packing, trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import check_vocabulary, pad_token_id, stop_token_ids
@@ -190,7 +191,7 @@ def read_images(models: Models, inputs: RunInputs) -> NoImages:
 
     Raises:
         ValueError: the model does not work with the output of its tower, or reference or critic
-            are of another kind.
+            are of another kind or have another tower.
     """
     if inputs.processor is None:
         return NoImages()
@@ -201,6 +202,13 @@ def read_images(models: Models, inputs: RunInputs) -> NoImages:
                 f"images: {who} is a {type(trunk).__name__}, and reads the output of the policy's "
                 f"vision tower; expected a {type(encoder.trunk).__name__}"
             )
+        different = different_frozen(trunk, encoder.trunk)
+        if different is not None:
+            raise ValueError(
+                f"images: {who} reads the output of the policy's vision tower, and has another "
+                f"tower or projector itself: {different} differs"
+            )
+        share_frozen(trunk, encoder.trunk)
     for prompts in (inputs.prompts, inputs.held_out):
         if prompts is not None:
             encoder.check(prompts)
