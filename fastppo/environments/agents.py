@@ -234,7 +234,12 @@ class Agent(EnvironmentMaker):
         return Session(self.make, self.server)
 
     def turn_format(self, tokenizer: Any) -> AgentFormat:
-        """Return the format of the turns."""
+        """Return the format of the turns; raise ValueError if messages have none."""
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                "an agent sends chat messages, and the tokenizer has no chat template: train a "
+                "chat model, or set tokenizer.chat_template and save the tokenizer with the model"
+            )
         return AgentFormat(tokenizer)
 
     def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:

@@ -251,3 +251,10 @@ def test_requests_are_not_answered_after_the_agent_has_returned() -> None:
         await session.close()
 
     asyncio.run(check())
+
+
+def test_an_agent_needs_a_chat_template() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat template"):
+        Turns(Agent(_ask_twice), tokenizer, max_turns=1)
