@@ -148,8 +148,8 @@ def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
         raise RuntimeError(
             f"self-check: {what} differ from the policy's by up to {worst:.3g} nats (tolerance "
             f"{tolerance:.3g}), so the first update would not be on-policy. Check dropout, "
-            "position ids under padding, attention in both directions over the prompt (PaliGemma), the "
-            "logit transform, and the model of the reference."
+            "position ids under padding, attention in both directions over the prompt "
+            "(PaliGemma), the logit transform, and the model of the reference."
         )
 
 
