@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import tiny
 from environments import Scripted
@@ -21,6 +20,7 @@ from fastppo.environments.turns import Turns
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, Sampling
 
+httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 pytest.importorskip("uvicorn", reason="the package uvicorn is not installed")
 pytest.importorskip("starlette", reason="the package starlette is not installed")
 
