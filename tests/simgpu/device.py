@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 import types
 import warnings
@@ -27,6 +28,9 @@ faults: list[Callable[[str], bool]] = []
 """Called with the name of each operation. One that returns True makes it run out of memory."""
 
 LAUNCH, WAIT, LAUNCH_AND_WAIT = range(3)
+
+INTERPRETER = threading.RLock()
+"""Held by a launch: Triton's interpreter changes `triton.language` for all threads."""
 
 SYNC_WARNING = "called a synchronizing CUDA operation"
 
@@ -283,7 +287,7 @@ def _replace_interpreter() -> None:
                     "(cpu tensor?)"
                 )
             counts.add(f"triton::{self.fn.__name__}")
-        with torch.no_grad():
+        with torch.no_grad(), INTERPRETER:
             named = {name: on_host(x) for name, x in kwargs.items()}
             return original(self, *[on_host(x) for x in args], **named)
 

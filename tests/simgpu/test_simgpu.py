@@ -60,7 +60,9 @@ def check(result: dict[str, Any]) -> None:
     assert not result["error"], f"{name}\n{result['error']}"
     calls = result["calls"]
     waits = result["waits"]
-    assert not waits.get("microbatches"), (name, result["places"]["microbatches"])
+    # The functions of the examples may wait: they stand for a user's.
+    places = result["places"].get("microbatches", [])
+    assert not [place for place in places if " at examples/" not in place], (name, places)
     steps = calls.get("optimizer step", 0)
     assert waits.get("optimizer step", 0) <= steps, (name, result["places"]["optimizer step"])
 
@@ -85,6 +87,8 @@ def test_quick_cases(names: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in sum(QUICK, ())])
 def test_case(name: str) -> None:
+    if name == "trl_grpo.py":
+        pytest.importorskip("trl", reason="TRL is not installed")
     (result,) = results_of(name)
     check(result)
 
@@ -173,7 +177,7 @@ def test_a_part_for_a_first_gpu_runs(part: int, tmp_path: Path) -> None:
         (tools / name).chmod(0o755)
     out = tmp_path / "out"
     environment = {
-        **os.environ,
+        **{name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")},
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "PYTHON": str(tools / "python"),
         "PYTHONPATH": str(ROOT / "tests" / "helpers"),
