@@ -97,7 +97,10 @@ def _apply_template(
 def check_chat_template(has_template: bool, where: str) -> None:
     """Raise DataError for chat messages without a chat template."""
     if not has_template:
-        raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
+        raise DataError(
+            f"{where}: chat messages, but the tokenizer has no chat template; use a chat model, or "
+            "set tokenizer.chat_template and save the tokenizer with the model"
+        )
 
 
 def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:

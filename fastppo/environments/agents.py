@@ -45,6 +45,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fastppo.data.chat import check_chat_template
 from fastppo.environments.maker import Conversation, EnvironmentMaker, PolicyTurn, TurnFormat
 from fastppo.environments.tools import ToolFormat
 from fastppo.functional.scalars import describe
@@ -234,12 +235,8 @@ class Agent(EnvironmentMaker):
         return Session(self.make, self.server)
 
     def turn_format(self, tokenizer: Any) -> AgentFormat:
-        """Return the format of the turns; raise ValueError if messages have none."""
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "an agent sends chat messages, and the tokenizer has no chat template: train a "
-                "chat model, or set tokenizer.chat_template and save the tokenizer with the model"
-            )
+        """Return the format of the turns; raise DataError without a chat template."""
+        check_chat_template(tokenizer.chat_template is not None, "the requests of an agent")
         return AgentFormat(tokenizer)
 
     def check(self, source: str, columns: Collection[str], processes: int = 1) -> None:
@@ -353,7 +350,7 @@ class Session:
             cut_off: the policy's last turn if it was truncated.
 
         Raises:
-            RuntimeError: the agent sends requests after the end without an end.
+            RuntimeError: the agent goes on sending requests after the end.
         """
         assert self.task is not None
         if self.has_returned_reward:
@@ -409,11 +406,11 @@ class Session:
         clients = [] if client is None else [client]
         messages = [self._with_calls(message) for message in conversation.messages]
         conversation = conversation._replace(messages=messages)
-        for request in self.pending:
-            same = (request.conversation, request.may_call) == (conversation, may_call)
-            if is_retry and same:
-                request.clients.extend(clients)
-                return request.answer
+        if is_retry:
+            for request in self.pending:
+                if (request.conversation, request.may_call) == (conversation, may_call):
+                    request.clients.extend(clients)
+                    return request.answer
         answer: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
         self.pending.append(Request(conversation, may_call, answer, clients))
         self.arrival.set()

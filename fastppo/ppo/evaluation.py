@@ -156,7 +156,7 @@ class Evaluation:
         counts: dict[str, int] = {}
         scores: list[Scores] = []
         records: list[dict[str, Any]] = []
-        failed = 0.0
+        failed: list[float] = []
         error: AllFailedError | None = None
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
@@ -164,9 +164,10 @@ class Evaluation:
                 result = evaluate_policy(self.ppo, part, self.ppo.parts.sampling, first=begin)
             except AllFailedError as all_failed:
                 error = all_failed
-                failed += self.ppo.parts.episode_runner.metrics()["failed_episodes"]
+                failed.append(self.ppo.parts.episode_runner.metrics()["failed_episodes"])
                 continue
-            failed += result.get("failed_episodes", 0.0)
+            if "failed_episodes" in result:
+                failed.append(result["failed_episodes"])
             part = result["prompts"]
             applying = result["scores"].counts
             for name, value in result.items():
@@ -177,10 +178,11 @@ class Evaluation:
             scores.append(result["scores"])
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
-        if not scores:
-            raise error or AssertionError("an evaluation without prompts")
+        if error is not None and not scores:
+            raise error
         means = {name: total / counts[name] for name, total in sums.items()}
-        means |= {"failed_episodes": failed} if failed else {}
+        if failed:
+            means["failed_episodes"] = sum(failed)
         means |= {"reward_error": math.nan, **standard_errors(Scores.joined(scores))}
         return means, records
 

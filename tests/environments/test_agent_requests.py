@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
-from environments import Scripted
+from environments import ScriptedTexts
 
 from fastppo.data.prompts import Prompts
 from fastppo.environments import agents
@@ -18,7 +18,7 @@ from fastppo.environments.agents import Agent, AgentTurn, ChatServer, Session
 from fastppo.environments.maker import Conversation, PolicyTurn
 from fastppo.environments.turns import Turns
 from fastppo.rewards.reward import RewardError
-from fastppo.rollout import Rollout, Sampling
+from fastppo.rollout import Rollout
 
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 pytest.importorskip("uvicorn", reason="the package uvicorn is not installed")
@@ -32,27 +32,21 @@ TOOL = {
 QUESTION = {"role": "user", "content": "question"}
 
 
-class Engine(Scripted):
-    """Write texts, encoded by a tokenizer with a token per byte."""
+class Engine(ScriptedTexts):
+    """Write texts in a chat whose template shows the ids of tool calls."""
 
     def __init__(self, *texts: str) -> None:
-        self.tokenizer = tiny.byte_tokenizer()
-        self.tokenizer.chat_template = (
+        template = (
             "{% if tools %}T:{% endif %}{% for m in messages %}{{ m['role'][0] }}:"
             "{{ m['tool_call_id'] }}{{ m['content'] }}<eos>{% endfor %}"
             "{% if add_generation_prompt %}a:{% endif %}"
         )
-        super().__init__([[*self.tokenizer(text)["input_ids"], 0] for text in texts], stop=(0,))
+        super().__init__(*texts, template=template)
 
-    def run(self, agent: Any, *, max_turns: int = 8) -> tuple[list[str], Rollout]:
-        """Return what the policy read before each turn, and the rollout."""
-        runner = Turns(Agent(agent), self.tokenizer, max_turns=max_turns)
-        sampling = Sampling(max_new_tokens=200, stop_token_ids=(0,))
-        try:
-            _, rollout = runner.run(Prompts(["p"], [[1]], {}), self, sampling)
-        finally:
-            runner.close()
-        return [self.tokenizer.decode(asked[0]) for asked in self.asked], rollout
+
+def _run(engine: Engine, agent: Any, max_turns: int = 8) -> tuple[list[str], Rollout]:
+    """Return what the policy read before each turn, and the rollout."""
+    return engine.run(agent, Prompts(["p"], [[1]], {}), max_turns)
 
 
 def _post(base_url: str, api_key: str, *messages: Any, timeout: float = 60, **options: Any) -> Any:
@@ -78,7 +72,7 @@ def test_without_a_choice_of_tools_the_row_continues_and_calls_are_text() -> Non
             messages += [answer, QUESTION]
         return 1.0
 
-    read, rollout = Engine(f"so {CALL}", f"and {CALL}", "done").run(agent)
+    read, rollout = _run(Engine(f"so {CALL}", f"and {CALL}", "done"), agent)
     assert said == [("so", True), (f"and {CALL}", False), ("done", False)]
     assert rollout.branches == [[]]
     asked = "u:question<eos>a:"
@@ -131,13 +125,13 @@ def _ends_with_another_error(base_url: str, api_key: str) -> None:
     [_ask_twice, _ends_with_the_refusal, _ends_with_the_text, _ends_with_a_group_of_errors],
 )
 def test_an_error_from_a_refusal_gives_a_reward_of_0(agent: Any) -> None:
-    _, rollout = Engine("so").run(agent, max_turns=1)
+    _, rollout = _run(Engine("so"), agent, max_turns=1)
     assert rollout.rewards == [[0.0] * 3]
 
 
 def test_another_error_after_a_refusal_is_a_failure() -> None:
     with pytest.raises(RewardError, match="KeyError"):
-        Engine("so").run(_ends_with_another_error, max_turns=1)
+        _run(Engine("so"), _ends_with_another_error, max_turns=1)
 
 
 def test_equal_requests_without_a_retry_count_are_answered_each() -> None:
@@ -149,7 +143,7 @@ def test_equal_requests_without_a_retry_count_are_answered_each() -> None:
             said.extend(sorted(answer["content"] for answer in answers))
         return 1.0
 
-    Engine("1", "2", "3").run(agent)
+    _run(Engine("1", "2", "3"), agent)
     assert said == ["1", "2", "3"]
 
 
@@ -167,7 +161,7 @@ def test_ids_of_calls_are_the_same_in_every_run() -> None:
                 messages += [{"role": "tool", "tool_call_id": i, "content": "2"} for i in calls]
             return 1.0
 
-        read, _ = Engine(CALL * 2, CALL, "done").run(agent)
+        read, _ = _run(Engine(CALL * 2, CALL, "done"), agent)
         return ids, read
 
     first, second = run(), run()
@@ -191,7 +185,7 @@ def test_an_agent_that_ignores_refusals_fails(monkeypatch: pytest.MonkeyPatch) -
         return 1.0
 
     with pytest.raises(RewardError, match="after the end of the episode"):
-        Engine("so").run(agent, max_turns=1)
+        _run(Engine("so"), agent, max_turns=1)
 
 
 class Waiting(Engine):
@@ -223,7 +217,7 @@ def test_an_abandoned_request_is_not_answered() -> None:
         assert _post(base_url, api_key, QUESTION)["content"] == "second"
         return 1.0
 
-    read, _ = engine.run(agent)
+    read, _ = _run(engine, agent)
     assert read == ["u:question<eos>a:"] * 2
 
 

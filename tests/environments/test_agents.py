@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from environments import Scripted
+from environments import Scripted, ScriptedTexts
 
 from fastppo.data.prompts import Prompts
 from fastppo.environments.agents import Agent
@@ -263,28 +263,16 @@ def _schema(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-class Calling(Scripted):
-    """Write texts, encoded by a tokenizer with a token per byte."""
+TOOLS_TEMPLATE = (
+    "{% if tools %}T{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 
-    def __init__(self, texts: list[str]) -> None:
-        self.tokenizer = tiny.byte_tokenizer()
-        self.tokenizer.chat_template = (
-            "{% if tools %}T{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
-            "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}"
-            "{% if add_generation_prompt %}a:{% endif %}"
-        )
-        super().__init__([[*self.tokenizer(text)["input_ids"], 0] for text in texts], stop=(0,))
 
-    def run(self, agent: Any) -> tuple[list[str], Rollout]:
-        """Return what the policy read before each turn, and the rollout."""
-        runner = Turns(Agent(agent), self.tokenizer, max_turns=8)
-        try:
-            _, rollout = runner.run(
-                _prompts(), self, Sampling(max_new_tokens=200, stop_token_ids=(0,))
-            )
-        finally:
-            runner.close()
-        return [self.tokenizer.decode(asked[0]) for asked in self.asked], rollout
+def _run_with_tools(agent: Any, *texts: str) -> tuple[list[str], Rollout]:
+    """Return what the policy read before each turn, and the rollout."""
+    return ScriptedTexts(*texts, template=TOOLS_TEMPLATE).run(agent, _prompts())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -319,8 +307,7 @@ def test_tools_are_shown_and_their_calls_parsed(stream: bool) -> None:
             seen.append((reply.message.content, reply.message.tool_calls, reply.finish_reason))
         return 1.0
 
-    engine = Calling([f"so {call}", "2"])
-    read, rollout = engine.run(agent)
+    read, rollout = _run_with_tools(agent, f"so {call}", "2")
     assert seen[0] == ("so", "add", '{"x": "1"}')
     assert rollout.branches == [[]]
     if not stream:
@@ -340,7 +327,7 @@ def test_a_call_that_cannot_be_parsed_is_answered_as_text() -> None:
         seen.append((reply.message.content, reply.message.tool_calls, reply.finish_reason))
         return 1.0
 
-    _, rollout = Calling(["<tool_call>{</tool_call>"]).run(agent)
+    _, rollout = _run_with_tools(agent, "<tool_call>{</tool_call>")
     assert rollout.invalid == [1]
     assert seen == [("<tool_call>{</tool_call>", None, "stop")]
 
@@ -356,7 +343,7 @@ def test_other_tools_open_a_row() -> None:
                 messages += [reply.choices[0].message, FIRST]
         return 1.0
 
-    read, rollout = Calling(["so", "2"]).run(agent)
+    read, rollout = _run_with_tools(agent, "so", "2")
     assert rollout.invalid == [0]
     assert read == ["Tadd\nu:w5<eos>a:", "Tmul\nu:w5<eos>a:so<eos>u:w5<eos>a:"]
     assert rollout.branches is not None

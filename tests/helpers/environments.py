@@ -5,6 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import tiny
+
+from fastppo.data.prompts import Prompts
+from fastppo.environments.agents import Agent
+from fastppo.environments.turns import Turns
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 PROMPTS = [
@@ -60,3 +65,22 @@ class Scripted(RolloutEngine):
         reason = "stop" if turn[-1] in self.stop else "length"
         count = len(prompt_ids)
         return Rollout([list(turn) for _ in range(count)], [reason] * count)
+
+
+class ScriptedTexts(Scripted):
+    """Write texts, encoded by a tokenizer with a token per byte."""
+
+    def __init__(self, *texts: str, template: str) -> None:
+        self.tokenizer = tiny.byte_tokenizer()
+        self.tokenizer.chat_template = template
+        super().__init__([[*self.tokenizer(text)["input_ids"], 0] for text in texts], stop=(0,))
+
+    def run(self, agent: Any, prompts: Prompts, max_turns: int = 8) -> tuple[list[str], Rollout]:
+        """Return what the policy read before each of an agent's turns, and the rollout."""
+        runner = Turns(Agent(agent), self.tokenizer, max_turns=max_turns)
+        sampling = Sampling(max_new_tokens=200, stop_token_ids=(0,))
+        try:
+            _, rollout = runner.run(prompts, self, sampling)
+        finally:
+            runner.close()
+        return [self.tokenizer.decode(asked[0]) for asked in self.asked], rollout

@@ -117,6 +117,8 @@ LINEAR_ATTENTION = {
     "linear_value_head_dim": 8,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
 }
+POSITIONS = {"intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 64}
+"""Of the towers since Qwen3-VL, which have a table of positions."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL = {
     "head_dim": 8,
@@ -143,34 +145,22 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
         text_config=_text(head_dim=8, rope_parameters=ROPE),
-        vision_config=_tower(
-            depth=3,
-            intermediate_size=24,
-            out_hidden_size=32,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0, 1],
-        ),
+        vision_config=_tower(depth=3, deepstack_visual_indexes=[0, 1], **POSITIONS),
         **QWEN_IDS,
     ),
     "qwen3_5": lambda: Qwen3_5Config(
         text_config=_text(**LINEAR_ATTENTION),
-        vision_config=_tower(intermediate_size=24, out_hidden_size=32, num_position_embeddings=64),
+        vision_config=_tower(**POSITIONS),
         **QWEN_IDS,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
         text_config=_text(shared_expert_intermediate_size=16, **EXPERTS, **LINEAR_ATTENTION),
-        vision_config=_tower(intermediate_size=24, out_hidden_size=32, num_position_embeddings=64),
+        vision_config=_tower(**POSITIONS),
         **QWEN_IDS,
     ),
     "qwen3_vl_moe": lambda: Qwen3VLMoeConfig(
         text_config=_text(head_dim=8, rope_parameters=ROPE, **EXPERTS),
-        vision_config=_tower(
-            depth=3,
-            intermediate_size=24,
-            out_hidden_size=32,
-            num_position_embeddings=64,
-            deepstack_visual_indexes=[0, 1],
-        ),
+        vision_config=_tower(depth=3, deepstack_visual_indexes=[0, 1], **POSITIONS),
         **QWEN_IDS,
     ),
     "gemma3": lambda: Gemma3Config(

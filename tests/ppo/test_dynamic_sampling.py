@@ -14,7 +14,7 @@ from fastppo.ppo.dynamic_sampling import with_replacements
 from fastppo.ppo.experience import Responses
 from fastppo.ppo.options.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rewards.reward import Scored
+from fastppo.rewards.reward import AllFailedError, Scored
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
 from runs import make_trainer, records
@@ -63,6 +63,21 @@ def test_replacements_fill_the_batch_in_the_order_of_drawing() -> None:
     assert [*kept.scores.terms["paid"]] == rewards
     assert kept.scores.terms["paid"].disagreement == rewards
     assert drawn.prompts.prompts == [*"aabbccddeeff"]
+
+
+def test_a_draw_of_which_every_episode_failed_is_a_round_without_replacements() -> None:
+    draws = iter([AllFailedError("no episode is left"), _responses("d", [0.0, 1.0])])
+
+    def draw(count: int) -> Responses:
+        drawn = next(draws)
+        if isinstance(drawn, AllFailedError):
+            raise drawn
+        return drawn
+
+    first = _responses("ab", [1.0, 1.0, 0.0, 1.0])
+    kept, drawn = with_replacements(first, draw, samples=2, rounds=2)
+    assert kept.prompts.prompts == [*"bbdd"]
+    assert drawn.prompts.prompts == [*"aabbdd"]
 
 
 def test_a_limit_ends_the_search_and_equal_prompts_fill_the_batch() -> None:
