@@ -140,26 +140,22 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, str]:
     return {"name": function["name"], "arguments": arguments}
 
 
-class AgentTurn(NamedTuple):
-    """A turn of the policy, with its calls parsed and as text."""
-
-    parsed: PolicyTurn
-    text: str
-    """The turn, tool calls included."""
-
-
 class AgentFormat(TurnFormat):
     """The policy's turns with the lengths that an answer reports, and with parsed tool calls.
 
     Args:
         tokenizer: the policy's.
         tools: the format of the calls; None without tools.
+        may_call: whether calls are parsed. Otherwise they are left in the text.
     """
 
-    def __init__(self, tokenizer: Any, tools: ToolFormat | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, tools: ToolFormat | None = None, *, may_call: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.tools = tools
-        self._by_tools: dict[str, AgentFormat] = {}
+        self.may_call = may_call
+        self._by_tools: dict[str, dict[bool, AgentFormat]] = {}
 
     def of(self, conversation: Conversation) -> TurnFormat:
         """Return the format of a conversation with these tools."""
@@ -168,8 +164,15 @@ class AgentFormat(TurnFormat):
         key = json.dumps(conversation.tools, sort_keys=True)
         if key not in self._by_tools:
             tools = ToolFormat(self.tokenizer, conversation.tools, where="the tools of a request")
-            self._by_tools[key] = AgentFormat(self.tokenizer, tools)
-        return self._by_tools[key]
+            self._by_tools[key] = {
+                may_call: AgentFormat(self.tokenizer, tools, may_call=may_call)
+                for may_call in (True, False)
+            }
+        return self._by_tools[key][conversation.may_call]
+
+    def has_tools_of(self, other: TurnFormat) -> bool:
+        """Return whether the policy reads the same tools in both formats."""
+        return isinstance(other, AgentFormat) and self.tools is other.tools
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -180,30 +183,29 @@ class AgentFormat(TurnFormat):
         """Describe the tools in a system message if the chat template ignores them."""
         return messages if self.tools is None else self.tools.opening(messages)
 
-    def parse(self, conversation: list[int], ids: list[int], text: str) -> AgentTurn:
+    def parse(self, conversation: list[int], ids: list[int], text: str) -> PolicyTurn:
         """Return the turn with its lengths and tool calls."""
         turn = PolicyTurn(text, len(conversation), len(ids))
-        if self.tools is None:
-            return AgentTurn(turn, text)
+        if self.tools is None or not self.may_call:
+            return turn
         parsed = self.tools.parse(conversation, ids, text)
         turn = turn._replace(is_malformed=bool(parsed.error))
         if not parsed.calls:
-            return AgentTurn(turn, text)
+            return turn
         calls = [
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.calls
         ]
-        return AgentTurn(turn._replace(text=parsed.text, tool_calls=calls), text)
+        return turn._replace(text=parsed.text, tool_calls=calls)
 
-    def is_malformed(self, turn: AgentTurn) -> bool | None:
+    def is_malformed(self, turn: PolicyTurn) -> bool | None:
         """Return whether the calls of a turn could not be parsed."""
-        return turn.parsed.is_malformed
+        return turn.is_malformed
 
-    def message(self, turn: AgentTurn, text: str) -> dict[str, Any]:
+    def message(self, turn: PolicyTurn, text: str) -> dict[str, Any]:
         """Return the message that repeats a turn in a request."""
-        parsed = turn.parsed
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
-        return {**message, "tool_calls": parsed.tool_calls} if parsed.tool_calls else message
+        message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+        return {**message, "tool_calls": turn.tool_calls} if turn.tool_calls else message
 
 
 class Agent(EnvironmentMaker):
@@ -259,8 +261,6 @@ class Request(NamedTuple):
     """A request of an agent."""
 
     conversation: Conversation
-    may_call: bool
-    """Whether the answer may have tool calls."""
     answer: asyncio.Future[ChatAnswer]
     clients: list[Any]
     """HTTP requests that wait for the answer: the first, and its retries."""
@@ -297,8 +297,6 @@ class Session:
         self.refused_too_often: asyncio.Event
         self.calls = 0
         """Tool calls in the answers."""
-        self.call_texts: dict[str, dict[str, Any]] = {}
-        """Messages with tool calls by the text as which they were answered."""
 
     async def reset(self, prompt: Any, **columns: Any) -> Any:
         """Start the agent. Return the conversation of its first request."""
@@ -313,7 +311,6 @@ class Session:
         self.refusals = 0
         self.refused_too_often = asyncio.Event()
         self.calls = 0
-        self.call_texts = {}
         row = {**columns, "prompt": prompt, "base_url": base_url, "api_key": self.key}
         self.task = asyncio.create_task(self._call_agent(row))
         conversation = await self._next_conversation(self.task)
@@ -321,7 +318,7 @@ class Session:
             raise RuntimeError(f"{_result(self.task)!r} was returned without a request")
         return conversation
 
-    async def step(self, turn: AgentTurn) -> tuple[Any, Any, bool]:
+    async def step(self, turn: PolicyTurn) -> tuple[Any, Any, bool]:
         """Answer the oldest request.
 
         Returns:
@@ -329,13 +326,8 @@ class Session:
             returned.
         """
         assert self.task is not None
-        answered = turn.parsed
-        if answered.tool_calls and not self.pending[0].may_call:
-            self.call_texts[turn.text.strip()] = self._message_with_calls(answered)
-            answered = answered._replace(text=turn.text, tool_calls=())
-        finish_reason = CALLS if answered.tool_calls else FINISHED
-        self._answer(ChatAnswer(answered, finish_reason, self.calls))
-        self.calls += len(turn.parsed.tool_calls)
+        self._answer(ChatAnswer(turn, CALLS if turn.tool_calls else FINISHED, self.calls))
+        self.calls += len(turn.tool_calls)
         conversation = await self._next_conversation(self.task)
         if conversation is None:
             self._refuse(ENDED)
@@ -380,17 +372,11 @@ class Session:
         await self.server.leave(self)
 
     def ask(
-        self,
-        conversation: Conversation,
-        may_call: bool = True,
-        *,
-        is_retry: bool = False,
-        client: Any = None,
+        self, conversation: Conversation, *, is_retry: bool = False, client: Any = None
     ) -> asyncio.Future[ChatAnswer]:
         """Take a request. Return a future of its answer.
 
         Args:
-            may_call: whether the answer may have tool calls.
             is_retry: whether the client has sent the request before, and reached its time limit.
                 The same pending request is then answered once.
             client: the HTTP request.
@@ -404,31 +390,15 @@ class Session:
                 self.refused_too_often.set()
             raise RefusedError(OVER)
         clients = [] if client is None else [client]
-        messages = [self._with_calls(message) for message in conversation.messages]
-        conversation = conversation._replace(messages=messages)
         if is_retry:
             for request in self.pending:
-                if (request.conversation, request.may_call) == (conversation, may_call):
+                if request.conversation == conversation:
                     request.clients.extend(clients)
                     return request.answer
         answer: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
-        self.pending.append(Request(conversation, may_call, answer, clients))
+        self.pending.append(Request(conversation, answer, clients))
         self.arrival.set()
         return answer
-
-    def _message_with_calls(self, turn: PolicyTurn) -> dict[str, Any]:
-        """Return the message of a turn with its tool calls, as a request would repeat it."""
-        calls = [
-            {"id": call_id(number), **call}
-            for number, call in enumerate(turn.tool_calls, self.calls)
-        ]
-        return {"role": "assistant", "content": turn.text, "tool_calls": calls}
-
-    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with the tool calls that were answered as text."""
-        if message["role"] != "assistant" or "tool_calls" in message:
-            return message
-        return self.call_texts.get(message["content"].strip(), message)
 
     def _answer(self, answer: ChatAnswer) -> None:
         """Answer the oldest request."""
@@ -583,7 +553,7 @@ class ChatServer:
             body = await request.json()
             is_retry = request.headers.get(RETRIES, "0") != "0"
             answer = await asyncio.shield(
-                session.ask(*_read_request(body), is_retry=is_retry, client=request)
+                session.ask(_read_request(body), is_retry=is_retry, client=request)
             )
         except (RefusedError, ValueError) as error:  # ValueError: invalid JSON
             return _refusal(str(error), 400)
@@ -627,8 +597,8 @@ def _refusal(sentence: str, status: int) -> Any:
     return JSONResponse({"error": error}, status_code=status)
 
 
-def _read_request(body: Any) -> tuple[Conversation, bool]:
-    """Return the conversation of a request, and whether the answer may have tool calls.
+def _read_request(body: Any) -> Conversation:
+    """Return the messages and tools of a request in the format of chat templates.
 
     Raises:
         RefusedError: there are no messages, or an option is not supported.
@@ -650,7 +620,7 @@ def _read_request(body: Any) -> tuple[Conversation, bool]:
         raise RefusedError("there are no messages")
     tools = [_read_tool(tool) for tool in body.get("tools") or ()]
     messages = [_read_message(message) for message in body["messages"]]
-    return Conversation(messages, tools), choice != "none"
+    return Conversation(messages, tools, may_call=choice != "none")
 
 
 def _read_tool(tool: Any) -> dict[str, Any]:

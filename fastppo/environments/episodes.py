@@ -195,7 +195,7 @@ class Episode:
 
         Args:
             messages: of a conversation.
-            turn_format: the format of its turns. Rows with other tools have another one.
+            turn_format: the format of its next turn. Rows with other tools have no common prefix.
 
         Returns:
             None if no row has a turn in common with the conversation.
@@ -203,7 +203,7 @@ class Episode:
         found = [
             (row, end)
             for row in self.rows
-            if row.format is turn_format and (end := row.common_end(messages))
+            if row.format.has_tools_of(turn_format) and (end := row.common_end(messages))
         ]
         return max(found, key=lambda pair: pair[1].tokens, default=None)
 

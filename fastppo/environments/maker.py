@@ -38,7 +38,9 @@ class Conversation(NamedTuple):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
-    """Schemas of the tools that the policy may call."""
+    """Schemas of the tools that the policy reads."""
+    may_call: bool = True
+    """Whether calls in the next turn are parsed."""
 
 
 SUCCESS_KEYS = ("is_success", "success")
@@ -71,8 +73,12 @@ class TurnFormat:
     """Whether observations have the outcomes of tool calls."""
 
     def of(self, conversation: Conversation) -> TurnFormat:
-        """Return the format of a conversation's turns, the same object for the same tools."""
+        """Return the format of a conversation's next turn."""
         return self
+
+    def has_tools_of(self, other: TurnFormat) -> bool:
+        """Return whether the policy reads the same tools in both formats."""
+        return self is other
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -290,7 +290,7 @@ class Turns:
         if found is not None and end is row.ends[-1]:
             if row is not episode.row and (is_last or not has_room):
                 return has_room  # the row of the last turn gets the reward
-            row.prompt = messages
+            row.prompt, row.format = messages, turn_format
             row.add_observation(after, self.context)
             episode.row = row
         elif is_last or not has_room:

@@ -14,7 +14,7 @@ from environments import ScriptedTexts
 
 from fastppo.data.prompts import Prompts
 from fastppo.environments import agents
-from fastppo.environments.agents import Agent, AgentTurn, ChatServer, Session
+from fastppo.environments.agents import Agent, ChatServer, Session
 from fastppo.environments.maker import Conversation, PolicyTurn
 from fastppo.environments.turns import Turns
 from fastppo.rewards.reward import RewardError
@@ -239,8 +239,7 @@ def test_requests_are_not_answered_after_the_agent_has_returned() -> None:
         may_return.set()
         assert session.task is not None
         await session.task
-        turn = AgentTurn(PolicyTurn("so", 4, 3), "so")
-        assert await session.step(turn) == ("", 1.0, True)
+        assert await session.step(PolicyTurn("so", 4, 3)) == ("", 1.0, True)
         assert isinstance(pending.exception(), agents.RefusedError)
         await session.close()
 

@@ -172,16 +172,10 @@ def _sessions(spec: str = COUNTING) -> Any:
     return term.function
 
 
-def _cut_off(text: str) -> Any:
+def _turn(text: str) -> Any:
     from fastppo.environments.maker import PolicyTurn
 
     return PolicyTurn(text, prompt_tokens=1, completion_tokens=1)
-
-
-def _turn(text: str) -> Any:
-    from fastppo.environments.agents import AgentTurn
-
-    return AgentTurn(_cut_off(text), text)
 
 
 def _end_of(spec: str, row: dict[str, Any], turns: list[str]) -> Any:
@@ -256,8 +250,8 @@ def test_a_truncated_or_failed_episode_of_verifiers_is_handled_like_an_agents() 
         broken = _sessions(f"{COUNTING}&taskset.task.is_ill=true")()
         try:
             await asyncio.gather(*(session.reset(**row) for session in [*sessions, broken]))
-            assert await sessions[0].end(_cut_off("7")) == 0.0
-            assert await sessions[1].end(_cut_off("1")) == 0.875
+            assert await sessions[0].end(_turn("7")) == 0.0
+            assert await sessions[1].end(_turn("1")) == 0.875
             assert (await sessions[2].step(_turn("1")))[1] == 0.875
             with pytest.raises(RuntimeError, match="the judge is ill"):
                 await broken.step(_turn("1"))
