@@ -8,7 +8,7 @@ rendering the conversation with marks as contents, and contents of the other for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastppo.data.datasets import DataError
@@ -68,37 +68,53 @@ def _forms_shown(
     render: Callable[[list[dict[str, Any]]], str],
 ) -> dict[str, set[type]] | None:
     """Return the forms of contents that are shown, by role; None if every form is rejected."""
-    shown: dict[str, set[type]] = {role: set() for role in roles}
     marks = {role: f"content{number}mark" for number, role in enumerate(roles)}
+    forms: dict[str, set[type]] = {role: set() for role in roles}
+
+    def attempts() -> Iterator[set[str]]:
+        """Yield the roles whose contents are parts: none, all, and those that need them."""
+        yield set()
+        yield set(roles)
+        if not all(forms.values()):
+            yield {role for role in roles if str not in forms[role]}
+
     is_rejected = True
+    for with_parts in attempts():
+        shown = _roles_shown(messages, marks, with_parts, render)
+        if shown is not None:
+            is_rejected = False
+            for role in shown:
+                forms[role].add(list if role in with_parts else str)
+    return None if is_rejected else forms
 
-    def try_parts_for(with_parts: Collection[str]) -> None:
-        """Render marks, as parts for these roles and as strings for the others."""
-        nonlocal is_rejected
-        marked = []
-        for message in messages:
-            if _has_mark(message):
-                content: Any = marks[message["role"]]
-                if message["role"] in with_parts:
-                    content = [{"type": "text", "text": content}]
-                message = {**message, "content": content}
-            marked.append(message)
-        try:
-            text = render(marked)
-        except DataError:
-            return
-        is_rejected = False
-        for role, mark in marks.items():
-            # A template of strings renders a list in Python or JSON.
-            text = text.replace(f"'text': '{mark}'", "").replace(f'"text": "{mark}"', "")
-            if mark in text:
-                shown[role].add(list if role in with_parts else str)
 
-    try_parts_for(())
-    try_parts_for(roles)
-    if not all(shown.values()):
-        try_parts_for([role for role in roles if str not in shown[role]])
-    return None if is_rejected else shown
+def _roles_shown(
+    messages: list[dict[str, Any]],
+    marks: Mapping[str, str],
+    with_parts: Collection[str],
+    render: Callable[[list[dict[str, Any]]], str],
+) -> list[str] | None:
+    """Render marks as contents, as parts for the roles in `with_parts` and as strings for others.
+
+    Returns:
+        The roles whose marks are shown; None if the template rejects the conversation.
+    """
+    marked = []
+    for message in messages:
+        if _has_mark(message):
+            content: Any = marks[message["role"]]
+            if message["role"] in with_parts:
+                content = [{"type": "text", "text": content}]
+            message = {**message, "content": content}
+        marked.append(message)
+    try:
+        text = render(marked)
+    except DataError:
+        return None
+    for mark in marks.values():
+        # A template of strings renders a list in Python or JSON.
+        text = text.replace(f"'text': '{mark}'", "").replace(f'"text": "{mark}"', "")
+    return [role for role, mark in marks.items() if mark in text]
 
 
 def _has_mark(message: Mapping[str, Any]) -> bool:
