@@ -12,7 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGES = ("fastppo", "fastppo_kernels", "benchmarks", "examples")
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("fastppo", "kernels", "benchmarks", "examples")
+"""Of the project, without its tests. The repository's own name may be that of a package."""
+
 LIBRARIES = ("transformers", "peft")
 
 
@@ -117,8 +120,8 @@ def _file(path: str) -> tuple[str, str]:
     if "site-packages" in parts:
         inside = parts[len(parts) - parts[::-1].index("site-packages") :]
         return ("library" if inside[0] in LIBRARIES else "other"), "/".join(inside)
-    for package in PACKAGES:
-        if package in parts[:-1]:
-            begin = len(parts) - 1 - parts[::-1].index(package)
-            return "project", "/".join(parts[begin:])
+    if Path(path).is_relative_to(ROOT):
+        inside = Path(path).relative_to(ROOT).parts
+        if inside[0] in FOLDERS:
+            return "project", "/".join(inside)
     return "other", path
