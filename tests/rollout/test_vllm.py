@@ -490,6 +490,7 @@ def test_the_trainer_hands_over_weights_after_each_update(
     trainer = _trainer(tmp_path, engine_options={"batch_size": 4})
     assert isinstance(trainer.engine, VLLMEngine)
     assert listener.options["max_num_seqs"] == 4
+    assert listener.options["mm_device_do_normalize"] is False
     assert listener.calls[0] == ("reload_weights", len(trainer.model.causal_lm.state_dict()))
     listener.calls.clear()
     trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
@@ -499,15 +500,33 @@ def test_the_trainer_hands_over_weights_after_each_update(
 
 
 @with_vllm
-def test_vllm_samples_from_prompts_with_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["idefics3", "qwen2_5_vl", "qwen3_vl"])
+def test_vllm_samples_from_prompts_with_images(architecture: str, tmp_path: Path) -> None:
     """The output of its vision tower is the trainer's, also after an update."""
-    config = tiny_vision.CONFIGS["idefics3"]()
+    config = tiny_vision.CONFIGS[architecture]()
     config.text_config.update(WIDE)
+    if architecture.startswith("qwen"):
+        pytest.importorskip("torchvision", reason="vLLM needs torchvision for Qwen's processors")
+        rope = {"mrope_section": [8, 4, 4], "mrope_interleaved": architecture == "qwen3_vl"}
+        config.text_config.rope_parameters.update(rope)
+        config.vision_config.out_hidden_size = WIDE["hidden_size"]
+    # Of images that need no resizing: Pillow's differs from torchvision's by a level of gray.
+    at = tiny_vision.placeholder(architecture)
+    model = tiny_vision.model_of(config)
+    with torch.no_grad():  # The policy draws no image token, which vLLM would read as a word.
+        model.get_input_embeddings().weight[:, 0] = 5.0
+        row = model.get_output_embeddings().weight[config.image_token_id].zero_()
+        row[0] = -20.0
+    images = [tiny_vision.image(32, 32, seed) for seed in range(3)]
     trainer = PPOTrainer(
         PPOConfig(**tiny.options(tmp_path, rollout="vllm", rollout_batch_size=6)),
-        model=tiny_vision.model_of(config),
-        tokenizer=tiny_vision.processor("idefics3"),
-        prompts=tiny_vision.rows("idefics3"),
+        model=model,
+        tokenizer=tiny_vision.processor(architecture),
+        prompts=[
+            {"prompt": f"w1 {at} w2", "images": images[:1]},
+            {"prompt": f"{at} w3 {at} w5 w6", "images": images[1:]},
+            {"prompt": "w4 w5"},
+        ],
         rewards=[tiny.every_other],
     )
     trainer.train()
