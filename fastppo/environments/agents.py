@@ -163,7 +163,12 @@ class AgentFormat(TurnFormat):
             return self
         key = json.dumps(conversation.tools, sort_keys=True)
         if key not in self._by_tools:
-            tools = ToolFormat(self.tokenizer, conversation.tools, where="the tools of a request")
+            tools = ToolFormat(
+                self.tokenizer,
+                conversation.tools,
+                where="the tools of a request",
+                call_id=call_id(0),
+            )
             self._by_tools[key] = {
                 may_call: AgentFormat(self.tokenizer, tools, may_call=may_call)
                 for may_call in (True, False)

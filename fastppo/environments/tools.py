@@ -95,9 +95,10 @@ class ToolFormat(TurnFormat):
         tokenizer: with a chat template.
         schemas: schemas of the tools, as from `get_json_schema`.
         where: prefix of error messages.
+        call_id: an id, if the messages that answer calls have one.
 
     Raises:
-        DataError: the chat template ignores messages of the role `tool`.
+        DataError: the chat template rejects or ignores messages of the role `tool`.
     """
 
     has_calls = True
@@ -108,16 +109,16 @@ class ToolFormat(TurnFormat):
         schemas: Sequence[dict[str, Any]],
         *,
         where: str,
+        call_id: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
         self.template = getattr(tokenizer, "response_template", None)
         question = [{"role": "user", "content": "question"}]
-        with_answer = [
-            *question,
-            {"role": "assistant", "content": "call"},
-            {"role": "tool", "name": "tool", "content": "answer"},
-        ]
+        answer = {"role": "tool", "name": "tool", "content": "answer"}
+        if call_id is not None:
+            answer["tool_call_id"] = call_id
+        with_answer = [*question, {"role": "assistant", "content": "call"}, answer]
         render_chat(tokenizer, with_answer, where, tools=self.schemas)  # or raises DataError
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)

@@ -316,6 +316,42 @@ def test_tools_are_shown_and_their_calls_parsed(stream: bool) -> None:
         assert read == ["Tadd\nu:w5<eos>a:", f"Tadd\nu:w5<eos>a:so {call}<eos>t:two<eos>a:"]
 
 
+STRICT_TEMPLATE = (
+    "{% set ids = namespace(ok=true) %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' and m.tool_call_id | default('') | length != 9 %}"
+    "{% set ids.ok = false %}{% endif %}"
+    "{% for call in m.tool_calls | default([]) if call.id | default('') | length != 9 %}"
+    "{% set ids.ok = false %}{% endfor %}"
+    "{% endfor %}"
+    "{% if not ids.ok %}{{ raise_exception('ids of calls have nine characters') }}{% endif %}"
+) + TOOLS_TEMPLATE
+"""As Mistral's, it demands the ids of calls."""
+
+
+def test_a_chat_template_may_demand_ids_of_calls() -> None:
+    def agent(base_url: str, api_key: str) -> float:
+        messages: list[Any] = [FIRST]
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(3):
+                reply = client.chat.completions.create(
+                    model="any", messages=messages, tools=[_schema("add")]
+                )
+                message = reply.choices[0].message
+                messages.append(message)
+                for call in message.tool_calls or ():
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "two"})
+        return 1.0
+
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    policy = ScriptedTexts(call, 2 * call, "2", template=STRICT_TEMPLATE)
+    read, rollout = policy.run(agent, _prompts())
+    assert read[2] == f"Tadd\nu:w5<eos>a:{call}<eos>t:two<eos>a:{2 * call}" + (
+        "<eos>t:two<eos>t:two<eos>a:"
+    )
+    assert rollout.branches == [[]]
+
+
 def test_a_call_that_cannot_be_parsed_is_answered_as_text() -> None:
     seen: list[Any] = []
 
