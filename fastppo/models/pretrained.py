@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
+    ProcessorMixin,
 )
 
 from fastppo.data.datasets import is_missing_path
@@ -152,8 +153,12 @@ def _some(names: list[str]) -> str:
 
 
 def load_tokenizer(name: str, what: str = "model") -> Any:
-    """Load the tokenizer of a directory or hub name; raise ValueError if there is none."""
-    model_config(name, what)  # reports a wrong name as such
+    """Load the tokenizer of a directory or hub name, with its chat template.
+
+    Raises:
+        ValueError: there is none.
+    """
+    config = model_config(name, what)  # reports a wrong name as such
     path = Path(name)
     if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise ValueError(
@@ -161,11 +166,16 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
             f"tokenizer.save_pretrained({name!r})"
         )
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the class of errors of `tokenizers`
         raise ValueError(
             f"{what} {name}: the tokenizer cannot be loaded: {_first_line(error)}"
         ) from error
+    if tokenizer.chat_template is None and is_multimodal(config):
+        # Older checkpoints have it in chat_template.json, which tokenizers do not read.
+        files, _ = ProcessorMixin.get_processor_dict(name)
+        tokenizer.chat_template = files.get("chat_template")
+    return tokenizer
 
 
 def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
+import tiny_vision
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2ForTokenClassification, T5Config
 
@@ -91,6 +92,15 @@ def test_missing_weights_and_weights_of_another_size_are_named(tmp_path) -> None
     (model / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"model {model}"):
         load_causal_lm(str(model))
+
+
+def test_the_chat_template_may_be_the_processors(tmp_path: Path) -> None:
+    """Older vision-language checkpoints have it in a file of their processor."""
+    tiny_vision.model("smolvlm").save_pretrained(tmp_path)
+    tiny_vision.tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "w1"}))
+    assert load_tokenizer(str(tmp_path)).chat_template == "w1"
 
 
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import with_template_variables
@@ -240,19 +240,14 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int:
 
 
 def read_tokenizer(config: PPOConfig, given: Given) -> Any:
-    """Return the tokenizer of a run, with its chat template, which may be the processor's.
+    """Return the tokenizer of a run, with its chat template, which may be a given processor's.
 
     Raises:
         ValueError: there is no tokenizer, or its template does not read a variable.
     """
     tokenizer = given.text_tokenizer or load_tokenizer(config.model)
-    if tokenizer.chat_template is None:
-        if given.tokenizer is not None:
-            tokenizer.chat_template = getattr(given.tokenizer, "chat_template", None)
-        elif is_multimodal(model_config(config.model)):
-            # Older checkpoints have it in chat_template.json, which tokenizers do not read.
-            files, _ = ProcessorMixin.get_processor_dict(config.model)
-            tokenizer.chat_template = files.get("chat_template")
+    if tokenizer.chat_template is None and given.tokenizer is not None:
+        tokenizer.chat_template = getattr(given.tokenizer, "chat_template", None)
     if config.chat_template_kwargs:
         tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
     return tokenizer
