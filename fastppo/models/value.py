@@ -122,8 +122,11 @@ def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
     try:
         # Files of version 0.3 have no scale.
         state = {"scale": torch.ones_like(critic.scale)} | load_file(path)
+        shared = critic.shared_names(causal_lm)
+        if not shared.isdisjoint(state):
+            raise RuntimeError("it has a vision tower of its own, and the policy's is used")
         lacking, unknown = critic.load_state_dict(state, strict=False)
-        if unknown or not critic.shared_names(causal_lm).issuperset(lacking):
+        if unknown or not shared.issuperset(lacking):
             raise RuntimeError(f"lacks {lacking}, and has {unknown}")
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"critic_model {path} does not fit the policy: {error}") from error

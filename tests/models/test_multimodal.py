@@ -9,7 +9,7 @@ import pytest
 import tiny
 import tiny_vision
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fastppo.models.adapters import add_adapters
@@ -125,6 +125,13 @@ def test_the_file_of_a_critic_has_no_tower(tmp_path: Path) -> None:
     other = tiny_vision.model("qwen2_vl")
     with pytest.raises(ValueError, match="critic_model"):
         critic_of_file(other, str(tmp_path / "critic.safetensors"))
+    # Its tower would overwrite that of the policy.
+    name = min(critic.shared_names(model))
+    save_file(
+        saved | {name: torch.zeros_like(critic.state_dict()[name])}, tmp_path / "own.safetensors"
+    )
+    with pytest.raises(ValueError, match="tower of its own"):
+        critic_of_file(model, str(tmp_path / "own.safetensors"))
 
 
 def test_a_plan_counts_the_tower_once_and_without_optimizer_states(tmp_path: Path) -> None:
