@@ -4,10 +4,10 @@
     python -m benchmarks.studies.critic runs/key-and-door --task key-and-door
     python -m benchmarks.studies.critic runs/sentiment --task smollm2-sentiment
 
-`demo` is the PPO stage of the demo, with a second head trained by AdamW. It compares the gold
-reward, which is never trained on. A seed counts as lost if the policy exploits the reward model and
-moves far from the base. `key-and-door` has one reward, after eight turns. `smollm2-sentiment` is
-the recipe in bf16.
+`demo` is the PPO stage of the demo. The value head is the closed-form one, the same with a value
+loss on the trunk, or one that is trained by AdamW. The gold reward is compared, which is never
+trained on. A seed counts as lost if the policy exploits the reward model and moves far from the
+base. `key-and-door` has one reward, after eight turns. `smollm2-sentiment` is the recipe in bf16.
 
 All settings of a seed start from the same weights, with the same constant learning rate, batch size
 and epochs, and train one after another on one thread. The study prints the metrics at equal compute
@@ -136,7 +136,11 @@ class Task:
 TASKS = {
     "demo": Task(
         config=demo,
-        critics={"critic, closed form": CLOSED_FORM, "critic, AdamW": BY_ADAMW},
+        critics={
+            "critic, closed form": CLOSED_FORM,
+            "critic, closed form, vf_coef 0.5": CLOSED_FORM | {"vf_coef": 0.5},
+            "critic, AdamW": BY_ADAMW,
+        },
         samples_per_prompt=8,
         metrics={"monitor/gold_reward": 3, "reward": 2, "kl": 1},
         seconds=30,

@@ -83,8 +83,7 @@ class CoefficientControl:
 
     def at(self, iteration: int) -> Coefficients:
         """Return the coefficients of an iteration, counted from 0."""
-        numbers = {name: getattr(self.config, name) for name in NAMES}
-        numbers |= {"step_kl": self.config.update_target, "policy_kl_coef": 0.0}
+        numbers = {name: self.config.value_of(name) for name in NAMES} | {"policy_kl_coef": 0.0}
         progress = min(1.0, iteration / max(1, self.config.iterations - 1))
         for schedule in self.schedules:
             numbers[schedule.name] = schedule.value(numbers[schedule.name], progress)

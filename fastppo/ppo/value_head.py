@@ -6,9 +6,9 @@ multiplied by σ, and the loss divided by σ². When σ changes, the weights are
 values stay. Neither the clipping of the gradient nor Adam's step then depends on the scale of the
 rewards. `ClosedFormHead` observes the states and returns of an epoch's microbatches and solves a
 regression for the head after the update (`fastppo.ppo.value_regression`); it needs no value loss,
-and nothing of it reaches the policy's trunk. `ClosedFormCritic` does the same with the head of a
-separate critic, whose trunk learns by the value loss. `ExtraCriticEpochs` trains a separate critic
-for some epochs before each update.
+and nothing of it reaches the policy's trunk. `ClosedFormWithLoss` does the same where the trunk
+learns by the value loss: that of a separate critic, or the policy's with `vf_coef`.
+`ExtraCriticEpochs` trains a separate critic for some epochs before each update.
 
 Source of the scale: van Hasselt et al. 2016 (PopArt, arXiv:1602.07714), here without the shift.
 """
@@ -208,8 +208,8 @@ class ClosedFormHead(ValueHead):
         self.metrics = self.regression.metrics
 
 
-class ClosedFormCritic(ClosedFormHead):
-    """Fits the head of a separate critic, whose trunk learns by the value loss."""
+class ClosedFormWithLoss(ClosedFormHead):
+    """Fits the head on a trunk that learns by the value loss."""
 
     has_loss = True
 
@@ -292,8 +292,10 @@ def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -
     if config.advantage in CRITIC_FREE:
         return ValueHead()
     if config.fits_value_head:
-        is_critic = config.value_model == "critic"
-        return ClosedFormCritic(config, parts) if is_critic else ClosedFormHead(config, parts)
+        trains_trunk = config.value_model == "critic" or (
+            config.value_model == "shared" and config.is_used("vf_coef")
+        )
+        return ClosedFormWithLoss(config, parts) if trains_trunk else ClosedFormHead(config, parts)
     if config.critic_only_epochs:
         return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
     return GradientHead(parts)

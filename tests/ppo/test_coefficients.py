@@ -46,10 +46,11 @@ def test_one_clip_ratio_is_both_sides_of_the_range(
 
 
 def test_the_schedules_apply_to_each_iteration() -> None:
+    options: dict[str, Any] = {"iterations": 5, "value_head": "gradient"}
     config = PPOConfig(
-        iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
+        **options, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
     )
-    steady = CoefficientControl(PPOConfig(iterations=5, schedules=["vf_coef=constant:0.1"]))
+    steady = CoefficientControl(PPOConfig(**options, schedules=["vf_coef=constant:0.1"]))
     assert [steady.at(i).vf_coef for i in (0, 3)] == [0.5, 0.5]
     control = CoefficientControl(config)
     scheduled = [control.at(i) for i in range(7)]
@@ -62,6 +63,20 @@ def test_the_schedules_apply_to_each_iteration() -> None:
     assert control.config.entropy_coef == 0.4, "the options of the run do not change"
     for name in NAMES - {"entropy_coef", "vf_coef", "step_kl"}:
         assert getattr(scheduled[3], name) == getattr(config, name), name
+
+
+def test_the_weight_of_the_value_loss_depends_on_the_head() -> None:
+    closed_form = {"value_head": "closed_form"}
+    wanted = [
+        ({}, 0.0),
+        ({"vf_coef": 0.2}, 0.2),
+        ({"value_head": "gradient"}, 0.5),
+        ({"value_model": "critic"}, 0.5),
+        ({"value_model": "critic", **closed_form}, 0.5),
+        ({"value_model": "detached", "value_head": "gradient"}, 0.5),
+    ]
+    for options, weight in wanted:
+        assert CoefficientControl(PPOConfig(**options)).at(0).vf_coef == weight, options
 
 
 def test_kl_coef_follows_its_schedule_or_its_controller() -> None:

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "reinforce": {"advantage": "reinforce"},
     "rloo": {"advantage": "rloo", **GROUPS},
     "group": {"advantage": "group", **GROUPS},
+    "gae, value loss on the trunk": {"vf_coef": 0.5},
     "gae, gradient": GRADIENT,
     "turn_gae, gradient": TURNS | GRADIENT,
     "sequence, gradient": {"advantage": "sequence", **GRADIENT},

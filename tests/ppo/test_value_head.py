@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.ppo.value_head import (
-    ClosedFormCritic,
     ClosedFormHead,
+    ClosedFormWithLoss,
     ExtraCriticEpochs,
     GradientHead,
     ValueHead,
@@ -26,10 +27,13 @@ from runs import first_experience, make_trainer, weights_of
     ("options", "kind"),
     [
         ({}, ClosedFormHead),
+        ({"vf_coef": 0.5}, ClosedFormWithLoss),
+        ({"schedules": ["vf_coef=linear:0.1"]}, ClosedFormWithLoss),
+        ({"vf_coef": 0.5, "value_model": "detached"}, ClosedFormHead),
         ({"value_head": "gradient"}, GradientHead),
         ({"value_model": "critic"}, GradientHead),
         ({"value_model": "critic", "critic_options": {"epochs": 4}}, ExtraCriticEpochs),
-        ({"value_model": "critic", "value_head": "closed_form"}, ClosedFormCritic),
+        ({"value_model": "critic", "value_head": "closed_form"}, ClosedFormWithLoss),
         ({"advantage": "reinforce"}, ValueHead),
     ],
     ids=lambda options: "-".join(map(str, options.values())) if isinstance(options, dict) else "",
@@ -47,6 +51,7 @@ def test_the_options_choose_how_the_head_is_trained(
         {"value_model": "detached"},
         {"value_model": "critic"},
         {"value_model": "critic", "value_head": "closed_form"},
+        {"value_model": "shared", "vf_coef": 0.5},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -122,6 +127,22 @@ def test_a_critic_with_a_head_in_closed_form_learns(tmp_path: Path) -> None:
     trainer.train()
     after = trainer.model.value_function.trunk.parameters()
     assert not all(map(torch.equal, before, after))
+
+
+def test_the_trunk_of_a_head_in_closed_form_learns_by_the_value_loss_on_request(
+    tmp_path: Path,
+) -> None:
+    """Without advantages, nothing else moves it, once the first fit has given values."""
+    moved = []
+    for weight in (None, 0.5):
+        trainer = make_trainer(tmp_path / str(weight), vf_coef=weight, rewards=[tiny.every_other])
+        experience = first_experience(trainer)
+        experience = replace(experience, advantages=torch.zeros_like(experience.advantages))
+        before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
+        for _ in range(2):
+            trainer.update(experience, trainer.begin_iteration())
+        moved.append(not all(map(torch.equal, before, trainer.model.causal_lm.parameters())))
+    assert moved == [False, True]
 
 
 def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ add_run("critic", value_model="critic")
 add_run("critic_warmup", value_model="critic", value_warmup_iterations=1)
 add_run("critic_epochs", value_model="critic", critic_options={"epochs": 2})
 add_run("gradient_head", value_head="gradient")
+add_run("trunk_value_loss", vf_coef=0.5)
 add_run("lora", lora_rank=4)
 add_run(
     "lora_refresh", lora_rank=4, reference_refresh=1, iterations=2, kl_coef=0.0, kl_loss_coef=0.1

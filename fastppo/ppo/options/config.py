@@ -105,7 +105,7 @@ class PPOConfig(
 
     def is_used(self, coefficient: str) -> bool:
         """Return whether a coefficient is above 0 at any iteration."""
-        return getattr(self, coefficient) > 0 or coefficient in self.scheduled
+        return self.value_of(coefficient) > 0 or coefficient in self.scheduled
 
     def is_set(self, name: str) -> bool:
         """Return whether an option differs from its default, or has a schedule."""
@@ -115,9 +115,13 @@ class PPOConfig(
         """Return whether an option is not empty, 0, false or none, or has a schedule."""
         return super().is_on(name) or name in self.scheduled
 
-    def start_of(self, schedule: Schedule) -> Any:
-        """Return the value that a schedule starts from, or None."""
-        return self.update_target if schedule.name == "step_kl" else getattr(self, schedule.name)
+    def value_of(self, coefficient: str) -> Any:
+        """Return the value of an option, or the default that depends on other options."""
+        if coefficient == "step_kl":
+            return self.update_target
+        if coefficient == "vf_coef" and self.vf_coef is None:
+            return 0.0 if self.fits_value_head and self.value_model != "critic" else 0.5
+        return getattr(self, coefficient)
 
     @property
     def update_target(self) -> float:
@@ -421,7 +425,7 @@ def check_schedules(config: PPOConfig) -> None:
     if len(config.scheduled) < len(schedules):
         raise ValueError(f"schedules has one name twice: {config.schedules}")
     for schedule in schedules:
-        if config.start_of(schedule) is None:
+        if config.value_of(schedule.name) is None:
             raise ValueError(f"schedules: {schedule.name} has no value to start from")
         check_bounds(PPOConfig, schedule.name, schedule.final)
         if schedule.name == "dual_clip":

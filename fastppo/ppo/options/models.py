@@ -55,9 +55,8 @@ class ValueOptions(Options):
 
     value_model: Literal["shared", "detached", "critic"] = option(
         "shared",
-        "shared: a value head on the policy's trunk, which the value loss of a head with "
-        "value_head=gradient also trains; detached: its loss does not train the trunk; critic: a "
-        "separate model",
+        "shared: a value head on the policy's trunk, which the value loss trains if vf_coef > 0; "
+        "detached: its loss does not train the trunk; critic: a separate model",
     )
     critic_model: str | None = option(
         None,
@@ -81,11 +80,13 @@ class ValueOptions(Options):
     value_warmup_iterations: int = option(
         0, "Number of first iterations that train only the value function", minimum=0
     )
-    vf_coef: float = option(
-        0.5,
-        "Weight of the value loss, which is divided by the variance of the returns",
+    vf_coef: float | None = option(
+        None,
+        "Weight of the value loss, which is divided by the variance of the returns; default: 0 for "
+        "a head in closed form on the policy's trunk, else 0.5",
         minimum=0,
-        needs="value_model=critic or value_head=gradient",
+        needs="value_head=gradient or "
+        "value_model=shared/critic and advantage=gae/turn_gae/sequence/file.py:name",
     )
     value_clip: float | None = option(
         None,

@@ -56,8 +56,10 @@ def _advantage(config: PPOConfig) -> str:
 
 def _value_function(config: PPOConfig) -> str:
     if config.fits_value_head:
-        critic = "separate critic with a " if config.value_model == "critic" else ""
-        return f"{critic}closed-form value head"
+        if config.value_model == "critic":
+            return "separate critic with a closed-form value head"
+        trains_trunk = config.value_model == "shared" and config.is_used("vf_coef")
+        return "closed-form value head" + (", value loss on the trunk" if trains_trunk else "")
     return "separate critic" if config.value_model == "critic" else "value head by gradient"
 
 

@@ -189,7 +189,7 @@ def test_every_contradiction_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"clip_ratio_high": 0.3, "objective": "sapo"}, "objective=clip"),
         ({"clip_ratio": 0.1, "objective": "a.py:f"}, "objective=clip"),
         ({"schedules": ["clip_ratio=linear:0.1"], "objective": "sapo"}, "objective=clip"),
-        ({"vf_coef": 1.0}, "value_model=critic or value_head=gradient"),
+        ({"vf_coef": 1.0, "value_model": "detached"}, "value_head=gradient or value_model=shared"),
         ({"vf_coef": 1.0, "advantage": "reinforce"}, "value_head=gradient"),
         ({"value_clip": 0.2, "advantage": "reinforce"}, "value_head=gradient"),
         ({"step_kl": 0.1, "learning_rate": 1e-5}, "learning_rate=auto"),

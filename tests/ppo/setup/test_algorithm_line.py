@@ -14,6 +14,11 @@ from fastppo.ppo.setup.algorithm_line import algorithm_line
     ("options", "line"),
     [
         (
+            {"kl_coef": 0.0, "vf_coef": 0.5},
+            "PPO-clip, GAE(1, 0.95), closed-form value head, value loss on the trunk, adamw at a "
+            "rate that follows 0.02 nats per token",
+        ),
+        (
             {"kl_coef": 0.0},
             "PPO-clip, GAE(1, 0.95), closed-form value head, adamw at a rate that follows 0.02 "
             "nats per token",
@@ -30,7 +35,7 @@ from fastppo.ppo.setup.algorithm_line import algorithm_line
             "that follows 0.02 nats per token",
         ),
     ],
-    ids=["defaults", "gradient", "group"],
+    ids=["vf_coef", "defaults", "gradient", "group"],
 )
 def test_the_line_has_the_parts_that_are_used(options: dict[str, Any], line: str) -> None:
     assert algorithm_line(PPOConfig(**options)) == line
