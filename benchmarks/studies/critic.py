@@ -150,7 +150,7 @@ TASKS = {
     ),
     "key-and-door": Task(
         config=key_and_door,
-        critics={"PPO": CLOSED_FORM},
+        critics={"PPO": CLOSED_FORM, "PPO, vf_coef 0.5": CLOSED_FORM | {"vf_coef": 0.5}},
         samples_per_prompt=8,
         metrics={"reward": 3},
         seconds=40,
