@@ -66,7 +66,6 @@ NO_CRITIC = {
     "value_model": "shared",
     "value_head": "auto",
     "value_learning_rate": None,
-    "vf_coef": 0.0,
     "lam": 0.95,
 }
 """The value function's options at their defaults, since they have no effect here."""

@@ -167,14 +167,15 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the class of errors of `tokenizers`
+        if tokenizer.chat_template is None and is_multimodal(config):
+            # Older checkpoints have it in chat_template.json, which tokenizers do not read.
+            files, _ = ProcessorMixin.get_processor_dict(name)
+            tokenizer.chat_template = files.get("chat_template")
+    except Exception as error:  # damaged files, or the class of errors of `tokenizers`
         raise ValueError(
-            f"{what} {name}: the tokenizer cannot be loaded: {_first_line(error)}"
+            f"{what} {name}: the tokenizer or its chat template cannot be loaded: "
+            f"{_first_line(error)}"
         ) from error
-    if tokenizer.chat_template is None and is_multimodal(config):
-        # Older checkpoints have it in chat_template.json, which tokenizers do not read.
-        files, _ = ProcessorMixin.get_processor_dict(name)
-        tokenizer.chat_template = files.get("chat_template")
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """The value functions.
 
-    shared      a linear head on the policy's trunk; the value loss of a head that is trained by
-                gradient also trains the trunk
+    shared      a linear head on the policy's trunk; the value loss also trains the trunk if
+                `vf_coef` is above 0
     detached    the same head; the value loss does not train the trunk
     critic      a separate transformer, initialized from the policy, a reward model or a critic
 

@@ -254,8 +254,7 @@ class PPO:
     def loss(self, micro: Experience, coefficients: Coefficients) -> MicrobatchLoss:
         """Compute policy and value loss of a microbatch from one pass of the trunk.
 
-        If the policy is not trained, the loss is the value loss alone. A value head in closed form
-        has none.
+        If the policy is not trained, the loss is the value loss alone.
         """
         trains_policy = micro.trained.policy
         layout = self.model.layout(micro.batch)

@@ -204,7 +204,9 @@ class ClosedFormHead(ValueHead):
         return self.regression.tensors()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        self.regression.load_tensors(tensors, self.parts.model.value_function.head)
+        # A run that had a value loss before has moments of the returns, too.
+        fitted = {name: tensor for name, tensor in tensors.items() if name != "return_moments"}
+        self.regression.load_tensors(fitted, self.parts.model.value_function.head)
         self.metrics = self.regression.metrics
 
 
@@ -234,7 +236,7 @@ class ClosedFormWithLoss(ClosedFormHead):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         self.returns.load_tensors(tensors, self.variance.device)
-        super().load_tensors({name: x for name, x in tensors.items() if name != "return_moments"})
+        super().load_tensors(tensors)
 
 
 class ExtraCriticEpochs(GradientHead):

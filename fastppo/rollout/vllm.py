@@ -117,9 +117,10 @@ class VLLMEngine(RolloutEngine):
             "max_model_len": policy.context,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
-            # Else mean and deviation of the pixels are buffers, which dummy weights overwrite.
-            "mm_device_do_normalize": False,
         }
+        if "mm_device_do_normalize" in known:
+            # Else mean and deviation of the pixels are buffers, which dummy weights overwrite.
+            settings["mm_device_do_normalize"] = False
         if self._on_gpu:
             settings |= {
                 "enable_sleep_mode": True,

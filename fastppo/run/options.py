@@ -270,9 +270,10 @@ def _converted(name: str, value: Any, hint: Any, words: Sequence[str] = ()) -> A
             raise ValueError(f"{name} {describe(value)} is written {meant}")
         return scalars.choice(name, value, get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        if value is None and type(None) in get_args(hint):
-            return None
         inner, words = inner_type(hint)
+        nothing = (None, "none") if inner in (int, float) else (None,)
+        if value in nothing and type(None) in get_args(hint):
+            return None
         if value in words:
             return value
         return _converted(name, value, inner, words)

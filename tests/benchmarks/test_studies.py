@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,22 @@ def test_the_tables_of_the_page_follow_from_the_kept_curves(
         (row,) = [line for line in lines if re.match(rf"\| {label} \| [01]\.\d+ ± ", line)]
         rewards = " | ".join(row.split(" | ")[:4])
         assert f"{rewards} |" in page
+
+
+def test_the_table_of_the_value_loss_follows_from_the_kept_curves() -> None:
+    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    with_loss = json.loads((STUDIES / "value-loss.json").read_text())
+    default = json.loads((STUDIES / "learning-rate.json").read_text())
+    for task in ("demo", "dense", "needle", "outliers", "choice"):
+        cells = []
+        for iterations in (15, 60):
+            for curves in (
+                [seed["judged"] for seed in default[task]["auto"].values()],
+                with_loss[task].values(),
+            ):
+                ends = [statistics.mean(x[:iterations][-(iterations // 5) :]) for x in curves]
+                cells.append(f"{statistics.mean(ends):.3f} ± {statistics.stdev(ends):.3f}")
+        assert f"| {task} | {' | '.join(cells)} |" in page
 
 
 def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: Path) -> None:

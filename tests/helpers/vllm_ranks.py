@@ -41,7 +41,10 @@ class Listener:
         self.module.LLM, self.module.SamplingParams = self._llm, dict
         self.module.EngineArgs = make_dataclass(
             "EngineArgs",
-            ["seed", "max_num_seqs", "quantization", "speculative_config", "kv_cache_dtype"],
+            [
+                *("seed", "max_num_seqs", "quantization", "speculative_config", "kv_cache_dtype"),
+                "mm_device_do_normalize",
+            ],
         )
         self.most_at_once = 0
         """Largest number of full weights in memory at once."""

@@ -101,6 +101,9 @@ def test_the_chat_template_may_be_the_processors(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).chat_template is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "w1"}))
     assert load_tokenizer(str(tmp_path)).chat_template == "w1"
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(ValueError, match=f"model {tmp_path}: .*chat template cannot be loaded"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:

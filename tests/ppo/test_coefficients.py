@@ -70,6 +70,7 @@ def test_the_weight_of_the_value_loss_depends_on_the_head() -> None:
     wanted = [
         ({}, 0.0),
         ({"vf_coef": 0.2}, 0.2),
+        ({"schedules": ["vf_coef=linear:0"]}, 0.5),
         ({"value_head": "gradient"}, 0.5),
         ({"value_model": "critic"}, 0.5),
         ({"value_model": "critic", **closed_form}, 0.5),

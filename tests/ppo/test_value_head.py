@@ -145,6 +145,17 @@ def test_the_trunk_of_a_head_in_closed_form_learns_by_the_value_loss_on_request(
     assert moved == [False, True]
 
 
+@pytest.mark.parametrize("weights", [(0.5, None), (None, 0.5)])
+def test_the_value_loss_on_the_trunk_may_change_when_a_run_resumes(
+    weights: tuple[float | None, float | None], tmp_path: Path
+) -> None:
+    before, after = weights
+    make_trainer(tmp_path, iterations=2, vf_coef=before).train()
+    resumed = make_trainer(tmp_path, iterations=3, vf_coef=after, resume=True)
+    resumed.train()
+    assert resumed.value_head.metrics["value_ridge"] > 0
+
+
 def test_value_epochs_train_only_the_critic(tmp_path: Path) -> None:
     """They come before the epochs of the policy, so the value loss of those starts lower."""
     losses = []

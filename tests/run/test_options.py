@@ -67,6 +67,7 @@ def test_options_and_their_lists_are_frozen() -> None:
         ("epochs", 2.0, 2),
         ("rate", "1e-5", 1e-5),
         ("chance", None, None),
+        ("chance", "none", None),
         ("quiet", "True", True),
         ("quiet", "false", False),
         ("names", ["a", "b"], ("a", "b")),

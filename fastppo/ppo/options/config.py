@@ -120,7 +120,8 @@ class PPOConfig(
         if coefficient == "step_kl":
             return self.update_target
         if coefficient == "vf_coef" and self.vf_coef is None:
-            return 0.0 if self.fits_value_head and self.value_model != "critic" else 0.5
+            needs_none = self.fits_value_head and self.value_model != "critic"
+            return 0.0 if needs_none and "vf_coef" not in self.scheduled else 0.5
         return getattr(self, coefficient)
 
     @property
@@ -309,7 +310,7 @@ def contradictions(config: PPOConfig) -> list[tuple[object, str]]:
         ),
         (
             config.fits_value_head and config.value_clip is not None,
-            "value_clip clips the value loss, which a head in closed form does not have: use "
+            "value_clip is for a head that the value loss trains, not for one in closed form: use "
             "value_head=gradient",
         ),
         (

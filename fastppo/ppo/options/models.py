@@ -82,8 +82,8 @@ class ValueOptions(Options):
     )
     vf_coef: float | None = option(
         None,
-        "Weight of the value loss, which is divided by the variance of the returns; default: 0 for "
-        "a head in closed form on the policy's trunk, else 0.5",
+        "Weight of the value loss, which is divided by the variance of the returns; default: 0.5, "
+        "or 0 for a head in closed form on the policy's trunk without a schedule of vf_coef",
         minimum=0,
         needs="value_head=gradient or "
         "value_model=shared/critic and advantage=gae/turn_gae/sequence/file.py:name",
