@@ -8,7 +8,7 @@ rendering the conversation with marks as contents, and contents of the other for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fastppo.data.datasets import DataError
@@ -69,23 +69,21 @@ def _forms_shown(
 ) -> dict[str, set[type]] | None:
     """Return the forms of contents that are shown, by role; None if every form is rejected."""
     marks = {role: f"content{number}mark" for number, role in enumerate(roles)}
+    as_strings = _roles_shown(messages, marks, (), render)
+    as_parts = _roles_shown(messages, marks, roles, render)
+    shown = [(as_strings, ()), (as_parts, roles)]
+    strings = as_strings or []
+    if not {*strings, *(as_parts or [])}.issuperset(roles):
+        # Some roles need strings, and others parts.
+        rest = [role for role in roles if role not in strings]
+        shown.append((_roles_shown(messages, marks, rest, render), rest))
+    if all(found is None for found, _ in shown):
+        return None
     forms: dict[str, set[type]] = {role: set() for role in roles}
-
-    def attempts() -> Iterator[set[str]]:
-        """Yield the roles whose contents are parts: none, all, and those that need them."""
-        yield set()
-        yield set(roles)
-        if not all(forms.values()):
-            yield {role for role in roles if str not in forms[role]}
-
-    is_rejected = True
-    for with_parts in attempts():
-        shown = _roles_shown(messages, marks, with_parts, render)
-        if shown is not None:
-            is_rejected = False
-            for role in shown:
-                forms[role].add(list if role in with_parts else str)
-    return None if is_rejected else forms
+    for found, with_parts in shown:
+        for role in found or ():
+            forms[role].add(list if role in with_parts else str)
+    return forms
 
 
 def _roles_shown(

@@ -294,10 +294,9 @@ def make_value_head(config: PPOConfig, parts: Parts, limits: MicrobatchLimits) -
     if config.advantage in CRITIC_FREE:
         return ValueHead()
     if config.fits_value_head:
-        trains_trunk = config.value_model == "critic" or (
-            config.value_model == "shared" and config.is_used("vf_coef")
-        )
-        return ClosedFormWithLoss(config, parts) if trains_trunk else ClosedFormHead(config, parts)
+        if config.trains_trunk_on_values:
+            return ClosedFormWithLoss(config, parts)
+        return ClosedFormHead(config, parts)
     if config.critic_only_epochs:
         return ExtraCriticEpochs(config, parts, limits, epochs=config.critic_only_epochs)
     return GradientHead(parts)

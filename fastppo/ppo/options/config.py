@@ -120,8 +120,8 @@ class PPOConfig(
         if coefficient == "step_kl":
             return self.update_target
         if coefficient == "vf_coef" and self.vf_coef is None:
-            needs_none = self.fits_value_head and self.value_model != "critic"
-            return 0.0 if needs_none and "vf_coef" not in self.scheduled else 0.5
+            is_fitted = self.fits_value_head and self.value_model != "critic"
+            return 0.0 if is_fitted and "vf_coef" not in self.scheduled else 0.5
         return getattr(self, coefficient)
 
     @property
@@ -190,6 +190,13 @@ class PPOConfig(
         if self.value_head == "auto":
             return self.value_model != "critic"
         return self.value_head == "closed_form"
+
+    @property
+    def trains_trunk_on_values(self) -> bool:
+        """Whether the value loss trains a trunk: a critic's, or the policy's."""
+        if self.advantage in CRITIC_FREE or self.value_model == "detached":
+            return False
+        return self.value_model == "critic" or self.is_used("vf_coef")
 
     @property
     def softmax(self) -> dict[str, Any]:

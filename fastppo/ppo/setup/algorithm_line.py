@@ -58,8 +58,9 @@ def _value_function(config: PPOConfig) -> str:
     if config.fits_value_head:
         if config.value_model == "critic":
             return "separate critic with a closed-form value head"
-        trains_trunk = config.value_model == "shared" and config.is_used("vf_coef")
-        return "closed-form value head" + (", value loss on the trunk" if trains_trunk else "")
+        if config.trains_trunk_on_values:
+            return "closed-form value head, value loss on the trunk"
+        return "closed-form value head"
     return "separate critic" if config.value_model == "critic" else "value head by gradient"
 
 
