@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import check_chat_template
 from fastppo.environments.maker import Conversation, EnvironmentMaker, PolicyTurn, TurnFormat
-from fastppo.environments.tools import ToolFormat
+from fastppo.environments.tools import ToolFormat, call_id
 from fastppo.functional.scalars import describe
 from fastppo.plugins.adapters import Adapter, Address
 from fastppo.plugins.calling import (
@@ -124,15 +124,6 @@ class ChatAnswer(NamedTuple):
         }
 
 
-def call_id(number: int) -> str:
-    """Return the id of an episode's tool call.
-
-    Ids enter the prompt of some chat templates, so they are the same in every run. Mistral's
-    templates accept nine letters and digits only.
-    """
-    return f"call{number:05d}"
-
-
 def _with_json(call: Mapping[str, Any]) -> dict[str, str]:
     """Return the function of a call with its arguments as JSON."""
     function = call["function"]
@@ -163,12 +154,8 @@ class AgentFormat(TurnFormat):
             return self
         key = json.dumps(conversation.tools, sort_keys=True)
         if key not in self._by_tools:
-            tools = ToolFormat(
-                self.tokenizer,
-                conversation.tools,
-                where="the tools of a request",
-                call_id=call_id(0),
-            )
+            where = "the tools of a request"
+            tools = ToolFormat(self.tokenizer, conversation.tools, where=where)
             self._by_tools[key] = {
                 may_call: AgentFormat(self.tokenizer, tools, may_call=may_call)
                 for may_call in (True, False)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastppo.data.chat import encodable, is_chat, render_chat, text_of, with_text
+from fastppo.data.datasets import DataError
 from fastppo.environments.maker import EnvironmentMaker, TurnFormat
 from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
 
@@ -45,6 +46,9 @@ MALFORMED = "malformed"
 RAISED = "raised"
 OUTCOMES = (ANSWERED, UNKNOWN, MALFORMED, RAISED)
 """Outcomes of a call."""
+
+NO_TOOL = "unknown"
+"""Name in the answer to calls that cannot be parsed."""
 
 DEFAULT_RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
@@ -85,6 +89,15 @@ class ToolTurn(NamedTuple):
     """The turn without its calls; "" after a parse error."""
 
 
+def call_id(number: int) -> str:
+    """Return the id of a tool call.
+
+    Ids enter the prompt of some chat templates, so they are the same in every run. Mistral's
+    templates accept nine letters and digits only.
+    """
+    return f"call{number:05d}"
+
+
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
@@ -95,7 +108,6 @@ class ToolFormat(TurnFormat):
         tokenizer: with a chat template.
         schemas: schemas of the tools, as from `get_json_schema`.
         where: prefix of error messages.
-        call_id: an id, if the messages that answer calls have one.
 
     Raises:
         DataError: the chat template rejects or ignores messages of the role `tool`.
@@ -103,23 +115,17 @@ class ToolFormat(TurnFormat):
 
     has_calls = True
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        schemas: Sequence[dict[str, Any]],
-        *,
-        where: str,
-        call_id: str | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, where: str) -> None:
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
         self.template = getattr(tokenizer, "response_template", None)
+        self.separates_calls = False
+        """Whether a turn that is repeated has its calls apart from its text.
+
+        Templates such as Mistral's reject a second text of the assistant after an answer.
+        """
+        self._check_answers(where)
         question = [{"role": "user", "content": "question"}]
-        answer = {"role": "tool", "name": "tool", "content": "answer"}
-        if call_id is not None:
-            answer["tool_call_id"] = call_id
-        with_answer = [*question, {"role": "assistant", "content": "call"}, answer]
-        render_chat(tokenizer, with_answer, where, tools=self.schemas)  # or raises DataError
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)
         if not self.shows_tools:
@@ -131,6 +137,25 @@ class ToolFormat(TurnFormat):
                 f"{where}: the tokenizer has no response template: calls are parsed as "
                 '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
             )
+
+    def _check_answers(self, where: str) -> None:
+        """Set `separates_calls`, or raise DataError if the template does not take answers."""
+        turn = ToolTurn([ToolCall("tool", {})], text="text")
+        answers, *_ = _answers(turn, [_message("tool", "answer", ANSWERED)])
+
+        def render() -> None:
+            answered = [self.message(turn, "call"), *answers]
+            chat = [{"role": "user", "content": "question"}, *answered, *answered]
+            render_chat(self.tokenizer, chat, where, tools=self.schemas)
+
+        try:
+            render()
+        except DataError as error:
+            self.separates_calls = True
+            try:
+                render()
+            except DataError:
+                raise error from error.__cause__
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -163,6 +188,17 @@ class ToolFormat(TurnFormat):
             return ToolTurn(calls, text=text_of(message.get("content")))
         except Exception as error:  # the parser may raise anything on arbitrary text
             return ToolTurn((), str(error))
+
+    def message(self, turn: ToolTurn, text: str) -> dict[str, Any]:
+        """Return the message that repeats a turn in a chat."""
+        if not self.separates_calls or not (turn.calls or turn.error):
+            return super().message(turn, text)
+        # An error has an answer, and needs a call as well.
+        calls = [
+            {"id": call_id(number), "type": "function", "function": tool_call._asdict()}
+            for number, tool_call in enumerate(turn.calls or [ToolCall(NO_TOOL, {})])
+        ]
+        return {"role": "assistant", "content": turn.text, "tool_calls": calls}
 
     def outcomes(self, observation: Any) -> list[str]:
         """Return the outcome of each call."""
@@ -376,8 +412,11 @@ def _append_text(prompt: Any, text: str | None) -> list[dict[str, Any]]:
 
 def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float, bool]:
     if turn.error:
-        messages = [_error("unknown", turn.error, MALFORMED)]
-    return messages, 0.0, not messages
+        messages = [_error(NO_TOOL, turn.error, MALFORMED)]
+    answers = [
+        {**message, "tool_call_id": call_id(number)} for number, message in enumerate(messages)
+    ]
+    return answers, 0.0, not answers
 
 
 def _message(name: str, returned: Any, outcome: str) -> dict[str, Any]:

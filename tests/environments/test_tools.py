@@ -30,6 +30,23 @@ PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+STRICT = (
+    "{% set turns = namespace(count=0) %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}"
+    "{% if m.get('tool_call_id') | string | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "<tool {{ m['tool_call_id'] }}>{{ m['content'] }}"
+    "{% elif m.get('tool_calls') %}"
+    "{% for call in m['tool_calls'] %}"
+    "{% if call.get('id') | string | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "<{{ call['function']['name'] }} {{ call['id'] }}>"
+    "{% endfor %}{{ eos_token }}"
+    "{% else %}"
+    "{% if (m['role'] == 'user') == turns.count % 2 %}{{ raise_exception('order') }}{% endif %}"
+    "{% set turns.count = turns.count + 1 %}"
+    "<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+"""As Mistral's: it demands ids of calls, and the texts of user and assistant to alternate."""
 WITH_TOOLS = "{% for t in tools or [] %}<has {{ t['function']['name'] }}>{% endfor %}" + PLAIN
 
 
@@ -253,6 +270,23 @@ def test_calls_are_parsed_by_the_tokenizers_response_template(
     assert rollout.calls == [["answered"]]
     assert "<tool>7.5<eos>" in read[1]
     assert caplog.messages == []
+
+
+def test_a_chat_template_may_demand_ids_and_separate_calls() -> None:
+    template = WITH_TOOLS.removesuffix(PLAIN) + STRICT
+    two = _call('{"item": "tea"}') + _call('{"item": "jam"}')
+    rollout, read = _run(Shop, [two, "<tool_call>?", "So."], template=template)
+    assert rollout.calls == [["answered", "answered", "malformed"]]
+    first, second, third = (text.removeprefix("<has price>") for text in read)
+    assert first == "<user>Hello. Buy tea.<eos>"
+    assert second == f"{first}{two}<eos><tool call00000>2.5<tool call00001>2.5"
+    assert third.startswith(f"{second}<tool_call>?<eos><tool call00000>{{'error': ")
+
+
+def test_the_error_of_a_chat_template_is_that_of_plain_texts() -> None:
+    template = STRICT.replace("'tool'", "'no tool'").replace("'id'", "'no id'")
+    with pytest.raises(DataError, match="'Shop': the chat template rejects the messages: order"):
+        _run(Shop, [], template=template)
 
 
 def test_a_chat_template_without_tool_messages_is_refused() -> None:
