@@ -25,6 +25,7 @@ import functools
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """The id that the policy wrote, if it wrote one."""
 
 
 class ToolTurn(NamedTuple):
@@ -88,12 +91,21 @@ class ToolTurn(NamedTuple):
     text: str = ""
     """The turn without its calls; "" after a parse error."""
 
+    @property
+    def call_ids(self) -> list[str]:
+        """Ids for the answers: those that the policy wrote, or numbers."""
+        written = [""] if self.error else [tool_call.id for tool_call in self.calls]
+        return [name or call_id(number) for number, name in enumerate(written)]
+
+
+STRICT_ID = re.compile("[A-Za-z0-9]{9}")
+"""The only ids that Mistral's chat templates accept."""
+
 
 def call_id(number: int) -> str:
-    """Return the id of a tool call.
+    """Return an id for a tool call: a `STRICT_ID`.
 
-    Ids enter the prompt of some chat templates, so they are the same in every run. Mistral's
-    templates accept nine letters and digits only.
+    Ids enter the prompt of some chat templates, so they are the same in every run.
     """
     return f"call{number:05d}"
 
@@ -139,14 +151,21 @@ class ToolFormat(TurnFormat):
             )
 
     def _check_answers(self, where: str) -> None:
-        """Set `separates_calls`, or raise DataError if the template does not take answers."""
-        turn = ToolTurn([ToolCall("tool", {})], text="text")
-        answers, *_ = _answers(turn, [_message("tool", "answer", ANSWERED)])
+        """Set `separates_calls`, or raise DataError if the template does not show answers.
+
+        As in an episode, the latest answered turn is a text, whatever the form of earlier ones.
+        """
+        turn = ToolTurn([ToolCall("tool", {})])
+        latest = {"role": "assistant", "content": "latestcall"}
 
         def render() -> None:
-            answered = [self.message(turn, "call"), *answers]
-            chat = [{"role": "user", "content": "question"}, *answered, *answered]
-            render_chat(self.tokenizer, chat, where, tools=self.schemas)
+            answers, *_ = _answers(turn, [_message("tool", "answer", ANSWERED)])
+            shown, *_ = _answers(turn, [_message("tool", "latestanswer", ANSWERED)])
+            question = {"role": "user", "content": "question"}
+            chat = [question, self.message(turn, "call"), *answers, latest, *shown]
+            text = render_chat(self.tokenizer, chat, where, tools=self.schemas)
+            if "latestanswer" not in text.rpartition("latestcall")[2]:
+                raise DataError(f"{where}: the chat template ignores messages of the role tool")
 
         try:
             render()
@@ -185,6 +204,10 @@ class ToolFormat(TurnFormat):
                     ids, prefix=conversation, tools=self.schemas
                 )
             calls = [_as_call(parsed) for parsed in message.get("tool_calls") or ()]
+            if self.separates_calls:  # such a template may reject other ids
+                calls = [
+                    made if STRICT_ID.fullmatch(made.id) else made._replace(id="") for made in calls
+                ]
             return ToolTurn(calls, text=text_of(message.get("content")))
         except Exception as error:  # the parser may raise anything on arbitrary text
             return ToolTurn((), str(error))
@@ -193,10 +216,14 @@ class ToolFormat(TurnFormat):
         """Return the message that repeats a turn in a chat."""
         if not self.separates_calls or not (turn.calls or turn.error):
             return super().message(turn, text)
-        # An error has an answer, and needs a call as well.
+        answered = turn.calls or [ToolCall(NO_TOOL, {})]  # an error has an answer as well
         calls = [
-            {"id": call_id(number), "type": "function", "function": tool_call._asdict()}
-            for number, tool_call in enumerate(turn.calls or [ToolCall(NO_TOOL, {})])
+            {
+                "id": name,
+                "type": "function",
+                "function": {"name": made.name, "arguments": made.arguments},
+            }
+            for name, made in zip(turn.call_ids, answered, strict=True)
         ]
         return {"role": "assistant", "content": turn.text, "tool_calls": calls}
 
@@ -215,7 +242,9 @@ def _as_call(parsed: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError("The arguments of a call must be an object.")
-    return ToolCall(function["name"], arguments)
+    written = parsed.get("id", function.get("id"))
+    name = encodable(written) if isinstance(written, str) else ""
+    return ToolCall(function["name"], arguments, name)
 
 
 # ---------------------------------------------------------------------------------- the environment
@@ -414,7 +443,8 @@ def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float
     if turn.error:
         messages = [_error(NO_TOOL, turn.error, MALFORMED)]
     answers = [
-        {**message, "tool_call_id": call_id(number)} for number, message in enumerate(messages)
+        {**message, "tool_call_id": name}
+        for name, message in zip(turn.call_ids, messages, strict=True)
     ]
     return answers, 0.0, not answers
 

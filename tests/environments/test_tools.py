@@ -47,7 +47,8 @@ STRICT = (
     "{% endif %}{% endfor %}"
 )
 """As Mistral's: it demands ids of calls, and the texts of user and assistant to alternate."""
-WITH_TOOLS = "{% for t in tools or [] %}<has {{ t['function']['name'] }}>{% endfor %}" + PLAIN
+SHOWS_TOOLS = "{% for t in tools or [] %}<has {{ t['function']['name'] }}>{% endfor %}"
+WITH_TOOLS = SHOWS_TOOLS + PLAIN
 
 
 class Shop:
@@ -273,7 +274,7 @@ def test_calls_are_parsed_by_the_tokenizers_response_template(
 
 
 def test_a_chat_template_may_demand_ids_and_separate_calls() -> None:
-    template = WITH_TOOLS.removesuffix(PLAIN) + STRICT
+    template = SHOWS_TOOLS + STRICT
     two = _call('{"item": "tea"}') + _call('{"item": "jam"}')
     rollout, read = _run(Shop, [two, "<tool_call>?", "So."], template=template)
     assert rollout.calls == [["answered", "answered", "malformed"]]
@@ -281,6 +282,55 @@ def test_a_chat_template_may_demand_ids_and_separate_calls() -> None:
     assert first == "<user>Hello. Buy tea.<eos>"
     assert second == f"{first}{two}<eos><tool call00000>2.5<tool call00001>2.5"
     assert third.startswith(f"{second}<tool_call>?<eos><tool call00000>{{'error': ")
+
+
+@pytest.mark.parametrize(
+    ("written", "strict", "plain"),
+    [("ab12cd34e", "ab12cd34e", "ab12cd34e"), ("price:1", "call00000", "price:1")],
+)
+def test_an_answer_has_the_id_that_the_policy_wrote(written: str, strict: str, plain: str) -> None:
+    call = _call(f'{{"item": "tea"}}, "id": "{written}"')
+    template = PLAIN.replace("m['content'] }}", "m['content'] }}{{ m.get('tool_call_id') or '' }}")
+    _, read = _run(Shop, [call, "So."], template=template)
+    assert read[1].endswith(f"<tool>2.5{plain}<eos><assistant>")
+    _, read = _run(Shop, [call, call, "So."], template=SHOWS_TOOLS + STRICT)
+    assert read[2] == f"{read[1]}{call}<eos><tool {strict}>2.5"
+
+
+UNSEEN_ANSWERS = """
+{%- for m in messages -%}
+  {%- if m['role'] != 'tool' -%}
+    <{{ m['role'] }}>{{ m['content'] }}
+    {%- if m.get('tool_calls') -%}
+      {%- for answer in messages[loop.index:] if answer['role'] == 'tool' -%}
+        <tool>{{ answer['content'] }}
+      {%- endfor -%}
+    {%- endif -%}
+    {{ eos_token }}
+  {%- endif -%}
+{%- endfor -%}"""
+"""As Gemma 4's, it writes answers after separate calls alone."""
+
+AFTER_CALLS = """
+{%- set last = namespace(calls=none) -%}
+{%- for m in messages -%}
+  {%- if m['role'] == 'tool' and not last.calls -%}{{ raise_exception('no call') }}{%- endif -%}
+  {%- if m['role'] != 'tool' -%}{%- set last.calls = m.get('tool_calls') -%}{%- endif -%}
+  <{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}
+{%- endfor -%}"""
+"""As gpt-oss's, it rejects answers that follow no separate call."""
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [(UNSEEN_ANSWERS, "ignores messages of the role tool"), (AFTER_CALLS, "no call")],
+)
+def test_a_chat_template_that_shows_answers_after_separate_calls_alone_is_refused(
+    template: str, sentence: str
+) -> None:
+    for _ in range(2):  # what was found out about the template does not change the answer
+        with pytest.raises(DataError, match=f"'Shop': the chat template .*{sentence}"):
+            _run(Shop, [], template=template)
 
 
 def test_the_error_of_a_chat_template_is_that_of_plain_texts() -> None:
