@@ -4,10 +4,10 @@
     python -m benchmarks.studies.learning_rate runs/learning-rate --settings auto --label new-rule
     python -m benchmarks.studies.learning_rate runs/learning-rate --tasks needle dense --seeds 1
 
-The tasks come in two halves: constants of `auto` may be chosen on TUNED, and HELD_OUT is looked at
-once, at the end (`--half held-out`). All settings of a task and seed start from the same weights
-and make 60 iterations on one thread. The learning rate has no schedule, so the first 15 iterations
-are the short run.
+There are three sets of tasks (`--set`): constants of `auto` may be chosen on TUNED, HELD_OUT was
+looked at once, at the end, and INDEPENDENT is by an author who had not seen the rule. All settings
+of a task and seed start from the same weights and make 60 iterations on one thread. The learning
+rate has no schedule, so the first 15 iterations are the short run.
 
 The result of a run is the mean of the judged reward over the last fifth of its iterations; the
 responses of a batch are generated before the policy is trained on it. Results are compared at equal
@@ -57,6 +57,7 @@ from benchmarks.studies.common import (
     print_table,
 )
 from benchmarks.studies.held_out_tasks import HELD_OUT
+from benchmarks.studies.independent_tasks import INDEPENDENT
 from benchmarks.studies.rate_tasks import TUNED
 from benchmarks.training import iterate
 from fastppo.ppo.options.config import PPOConfig
@@ -65,8 +66,8 @@ from fastppo.ppo.trainer import PPOTrainer
 AUTO = "auto"
 FIXED = ("1e-5", "1e-4", "3e-4", "1e-3", "3e-3")
 
-HALVES = {"tuned": TUNED, "held-out": HELD_OUT}
-TASKS = {name: task for half in HALVES.values() for name, task in half.items()}
+SETS = {"tuned": TUNED, "held-out": HELD_OUT, "independent": INDEPENDENT}
+TASKS = {name: task for tasks in SETS.values() for name, task in tasks.items()}
 
 BATCH = 64
 """Responses of a batch, unless the task says otherwise."""
@@ -393,11 +394,11 @@ def keep(records: dict[Run, Records], auto: str, path: Path) -> None:
     path.write_text(json.dumps(kept_tasks | tasks), encoding="utf-8")
 
 
-def read(path: Path, half: str) -> dict[Run, Records]:
-    """Return the records of a half of the tasks that `keep` wrote."""
+def read(path: Path, name: str) -> dict[Run, Records]:
+    """Return the records of a set of tasks that `keep` wrote."""
     records = {}
     kept_tasks = json.loads(path.read_text("utf-8"))
-    for task in HALVES[half]:
+    for task in SETS[name]:
         for setting, seeds in kept_tasks.get(task, {}).items():
             for seed, curves in seeds.items():
                 size = curves.pop("size")
@@ -431,7 +432,7 @@ def variants(seeds: int) -> list[Run]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__ or "", seeds=3, jobs=1)
-    parser.add_argument("--half", choices=HALVES, default="tuned", help="the half of the tasks")
+    parser.add_argument("--set", choices=SETS, default="tuned", help="the set of tasks")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="only these tasks")
     parser.add_argument(
         "--settings", nargs="+", choices=(AUTO, *FIXED), default=[AUTO, *FIXED], help="what to run"
@@ -453,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         store.train(runs, options.jobs)
         print_variants(store.read(runs))
         return
-    tasks = ["bandit"] if options.quick else options.tasks or list(HALVES[options.half])
+    tasks = ["bandit"] if options.quick else options.tasks or list(SETS[options.set])
     auto = f"{AUTO}-{options.label}" if options.label else AUTO
     settings = [auto if setting == AUTO else setting for setting in options.settings]
     if not options.report:

@@ -6,7 +6,7 @@ success, noise, outliers, large rewards, many dense rewards, long responses with
 task sets its models, prompts, rewards, lengths and KL coefficient, and where its comment says so
 the batch; all other options are the defaults.
 
-The tasks of the other half, which is looked at once, are in `benchmarks.studies.held_out_tasks`.
+Tasks that it was not tuned on are in `benchmarks.studies.held_out_tasks` and `independent_tasks`.
 """
 
 from __future__ import annotations

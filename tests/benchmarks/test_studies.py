@@ -116,12 +116,12 @@ def test_the_study_of_the_rate_compares_auto_with_the_best_fixed_rate(tmp_path: 
     assert [timed.mean(setting) for setting in ends] == pytest.approx([0.7, 0.5, 0.7])
 
 
-@pytest.mark.parametrize("half", ["held-out", "tuned"])
+@pytest.mark.parametrize("name", learning_rate.SETS)
 def test_the_tables_of_auto_follow_from_the_kept_curves(
-    half: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
-    learning_rate.print_comparison(learning_rate.read(learning_rate.RESULTS, half), "auto")
+    learning_rate.print_comparison(learning_rate.read(learning_rate.RESULTS, name), "auto")
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) > 10
     for row in rows:
@@ -149,7 +149,7 @@ def test_runs_of_the_study_of_the_rate_are_kept(
 
 
 @pytest.mark.parametrize(
-    "task", ["needle", "dense", "bandit", "switch", "lock", "ragged", "coins", "fines"]
+    "task", ["needle", "dense", "bandit", "switch", "lock", "ragged", "coins", "fines", "rubric"]
 )
 def test_a_task_from_random_weights_trains(task: str, tmp_path: Path) -> None:
     run = learning_rate.Run(task, "1e-3", 0)
