@@ -167,6 +167,11 @@ class AgentFormat(TurnFormat):
         return isinstance(other, AgentFormat) and self.tools is other.tools
 
     @property
+    def renders_calls(self) -> bool:  # type: ignore[override]
+        """Whether the chat template must see the calls of a turn to write what follows it."""
+        return self.tools is not None and self.tools.renders_calls
+
+    @property
     def template_options(self) -> dict[str, Any]:
         """The tools, for chat templates that show them."""
         return {} if self.tools is None else self.tools.template_options
@@ -184,11 +189,7 @@ class AgentFormat(TurnFormat):
         turn = turn._replace(is_malformed=bool(parsed.error))
         if not parsed.calls:
             return turn
-        calls = [
-            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parsed.calls
-        ]
-        return turn._replace(text=parsed.text, tool_calls=calls)
+        return turn._replace(text=parsed.text, tool_calls=parsed.tool_calls)
 
     def is_malformed(self, turn: PolicyTurn) -> bool | None:
         """Return whether the calls of a turn could not be parsed."""

@@ -71,6 +71,8 @@ class TurnFormat:
 
     has_calls = False
     """Whether observations have the outcomes of tool calls."""
+    renders_calls = False
+    """Whether the chat template must see the calls of a turn to write what follows it."""
 
     def of(self, conversation: Conversation) -> TurnFormat:
         """Return the format of a conversation's next turn."""

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import encodable, is_chat, render_chat, text_of, with_text
 from fastppo.data.datasets import DataError
+from fastppo.environments.between import text_between
 from fastppo.environments.maker import EnvironmentMaker, TurnFormat
 from fastppo.plugins.calling import UserCodeError, await_call, call, keywords_for
 
@@ -97,6 +98,22 @@ class ToolTurn(NamedTuple):
         written = [""] if self.error else [tool_call.id for tool_call in self.calls]
         return [name or call_id(number) for number, name in enumerate(written)]
 
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls in the format of chat templates. An error is a call, since it is answered."""
+        made = [ToolCall(NO_TOOL, {})] if self.error else self.calls
+        return [
+            {"id": name, "type": "function", "function": {"name": x.name, "arguments": x.arguments}}
+            for name, x in zip(self.call_ids, made, strict=True)
+        ]
+
+
+FORMS = ((False, False), (True, False), (True, True))
+"""Values of `separates_calls` and `renders_calls`, the plainest first.
+
+The second is for templates such as Mistral's, which reject a second text of the assistant after an
+answer, and the third for those such as gpt-oss's, which take the tool's name from the turn.
+"""
 
 STRICT_ID = re.compile("[A-Za-z0-9]{9}")
 """The only ids that Mistral's chat templates accept."""
@@ -131,12 +148,9 @@ class ToolFormat(TurnFormat):
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
         self.template = getattr(tokenizer, "response_template", None)
-        self.separates_calls = False
-        """Whether a turn that is repeated has its calls apart from its text.
-
-        Templates such as Mistral's reject a second text of the assistant after an answer.
-        """
-        self._check_answers(where)
+        self.separates_calls: bool
+        """Whether a turn that is repeated has its calls apart from its text."""
+        self._choose_form(where)
         question = [{"role": "user", "content": "question"}]
         with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
         self.shows_tools = with_tools != render_chat(tokenizer, question, where)
@@ -150,31 +164,34 @@ class ToolFormat(TurnFormat):
                 '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
             )
 
-    def _check_answers(self, where: str) -> None:
-        """Set `separates_calls`, or raise DataError if the template does not show answers.
-
-        As in an episode, the latest answered turn is a text, whatever the form of earlier ones.
-        """
-        turn = ToolTurn([ToolCall("tool", {})])
-        latest = {"role": "assistant", "content": "latestcall"}
-
-        def render() -> None:
-            answers, *_ = _answers(turn, [_message("tool", "answer", ANSWERED)])
-            shown, *_ = _answers(turn, [_message("tool", "latestanswer", ANSWERED)])
-            question = {"role": "user", "content": "question"}
-            chat = [question, self.message(turn, "call"), *answers, latest, *shown]
-            text = render_chat(self.tokenizer, chat, where, tools=self.schemas)
-            if "latestanswer" not in text.rpartition("latestcall")[2]:
-                raise DataError(f"{where}: the chat template ignores messages of the role tool")
-
-        try:
-            render()
-        except DataError as error:
-            self.separates_calls = True
+    def _choose_form(self, where: str) -> None:
+        """Choose the plainest form in which the template shows answers; or raise DataError."""
+        errors = []
+        for form in FORMS:
+            self.separates_calls, self.renders_calls = form
             try:
-                render()
-            except DataError:
-                raise error from error.__cause__
+                return self._check_answers(where)
+            except DataError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _check_answers(self, where: str) -> None:
+        """Raise DataError if the template does not show the answer to a second call."""
+        # Some templates move the text behind the answers, so such a turn must have one.
+        turn = ToolTurn([ToolCall("tool", {})], text="text" if self.renders_calls else "")
+        first, *_ = _answers(turn, [_message("tool", "answer", ANSWERED)])
+        second, *_ = _answers(turn, [_message("tool", "secondanswer", ANSWERED)])
+        message = self.message(turn, "call")
+        text = text_between(
+            self.tokenizer,
+            [{"role": "user", "content": "question"}, message, *first, message],
+            second,
+            where,
+            renders_calls=self.renders_calls,
+            tools=self.schemas,
+        )
+        if "secondanswer" not in text:
+            raise DataError(f"{where}: the chat template ignores messages of the role tool")
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -214,18 +231,9 @@ class ToolFormat(TurnFormat):
 
     def message(self, turn: ToolTurn, text: str) -> dict[str, Any]:
         """Return the message that repeats a turn in a chat."""
-        if not self.separates_calls or not (turn.calls or turn.error):
+        if not self.separates_calls or not turn.tool_calls:
             return super().message(turn, text)
-        answered = turn.calls or [ToolCall(NO_TOOL, {})]  # an error has an answer as well
-        calls = [
-            {
-                "id": name,
-                "type": "function",
-                "function": {"name": made.name, "arguments": made.arguments},
-            }
-            for name, made in zip(turn.call_ids, answered, strict=True)
-        ]
-        return {"role": "assistant", "content": turn.text, "tool_calls": calls}
+        return {"role": "assistant", "content": turn.text, "tool_calls": turn.tool_calls}
 
     def outcomes(self, observation: Any) -> list[str]:
         """Return the outcome of each call."""

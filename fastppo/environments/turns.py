@@ -32,7 +32,6 @@ from fastppo.data.chat import (
     encodable,
     encode_prompt,
     is_chat,
-    render_chat,
     token_ids,
 )
 from fastppo.data.contents import refuse_images
@@ -40,6 +39,7 @@ from fastppo.data.datasets import DataError
 from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
+from fastppo.environments.between import text_between
 from fastppo.environments.episodes import Episode, Row, TurnEnd, as_turns, rollout_of
 from fastppo.environments.failures import RaiseFailures
 from fastppo.environments.loading import as_maker
@@ -48,9 +48,6 @@ from fastppo.environments.pool import Answer, EnvironmentPool, Failure, as_openi
 from fastppo.plugins.calling import CallOptions
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutEngine, Sampling
-
-PLACEHOLDER = "assistantturn"
-"""Assistant message that marks its place in a rendered chat."""
 
 ENVIRONMENT = "environment"
 """Role of an environment's texts. Chat messages have their own roles."""
@@ -323,20 +320,16 @@ class Turns:
         They are those of the chat template's text.
         """
         refuse_images(messages, self._where)
-        mark = PLACEHOLDER
-        while mark in str(messages):
-            mark += PLACEHOLDER[-1]
-        before = row.prompt[: end.messages - 1]
-        marked = [*before, {"role": "assistant", "content": mark}, *messages]
-        options = {"add_generation_prompt": True, **row.format.template_options}
-        rendered = render_chat(self.tokenizer, marked, self._where, **options)
-        _, found, text = rendered.rpartition(mark)
-        if not found:
-            raise DataError(f"{self._where}: the chat template ignores an assistant's message")
         last = row.conversation[end.tokens - 1]
-        last_token = self.tokenizer.decode([last])
-        if last in sampling.stop_token_ids and text.lstrip().startswith(last_token):
-            text = text.lstrip().removeprefix(last_token)
+        text = text_between(
+            self.tokenizer,
+            row.prompt[: end.messages],
+            messages,
+            self._where,
+            stop=self.tokenizer.decode([last]) if last in sampling.stop_token_ids else "",
+            renders_calls=row.format.renders_calls,
+            **row.format.template_options,
+        )
         return self._ids_of(text)
 
     def _checked(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> dict[int, Any]:

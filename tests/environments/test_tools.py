@@ -297,40 +297,55 @@ def test_an_answer_has_the_id_that_the_policy_wrote(written: str, strict: str, p
     assert read[2] == f"{read[1]}{call}<eos><tool {strict}>2.5"
 
 
-UNSEEN_ANSWERS = """
+ANSWERS_BEFORE_TEXT = """
 {%- for m in messages -%}
   {%- if m['role'] != 'tool' -%}
-    <{{ m['role'] }}>{{ m['content'] }}
+    <{{ m['role'] }}>
     {%- if m.get('tool_calls') -%}
+      <call>
       {%- for answer in messages[loop.index:] if answer['role'] == 'tool' -%}
         <tool>{{ answer['content'] }}
       {%- endfor -%}
     {%- endif -%}
-    {{ eos_token }}
+    {{ m['content'] }}
   {%- endif -%}
 {%- endfor -%}"""
-"""As Gemma 4's, it writes answers after separate calls alone."""
+"""As Gemma 4's, it writes answers into the message with the calls."""
 
-AFTER_CALLS = """
-{%- set last = namespace(calls=none) -%}
+NAMES_FROM_CALLS = """
+{%- set last = namespace(call=none) -%}
 {%- for m in messages -%}
-  {%- if m['role'] == 'tool' and not last.calls -%}{{ raise_exception('no call') }}{%- endif -%}
-  {%- if m['role'] != 'tool' -%}{%- set last.calls = m.get('tool_calls') -%}{%- endif -%}
-  <{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}
-{%- endfor -%}"""
-"""As gpt-oss's, it rejects answers that follow no separate call."""
+  {%- if m['role'] == 'tool' -%}
+    {%- if not last.call -%}{{ raise_exception('no call') }}{%- endif -%}
+    <{{ last.call['function']['name'] }}>{{ m['content'] }}{{ eos_token }}
+  {%- else -%}
+    {%- set last.call = (m.get('tool_calls') or [none])[0] -%}
+    <{{ m['role'] }}>
+    {%- if last.call -%}<to {{ last.call['function']['name'] }}>{%- endif -%}
+    {{ m['content'] }}{{ eos_token }} {# as a line feed after the stop token #}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<assistant>{%- endif -%}"""
+"""As gpt-oss's, it takes the name of an answer's tool from the call before it."""
 
 
-@pytest.mark.parametrize(
-    ("template", "sentence"),
-    [(UNSEEN_ANSWERS, "ignores messages of the role tool"), (AFTER_CALLS, "no call")],
-)
-def test_a_chat_template_that_shows_answers_after_separate_calls_alone_is_refused(
-    template: str, sentence: str
-) -> None:
+def test_a_chat_template_may_read_the_calls_of_the_answered_turn() -> None:
+    turns = [_call('{"item": "tea"}'), _call("{}", name="nothing"), "<tool_call>?", "So."]
+    rollout, read = _run(Shop, turns, template=SHOWS_TOOLS + NAMES_FROM_CALLS)
+    assert rollout.calls == [["answered", "unknown", "malformed"]]
+    answers = [
+        text.removeprefix(f"{before}{turn}<eos>")
+        for before, text, turn in zip(read, read[1:], turns, strict=False)
+    ]
+    assert answers[0] == " <price>2.5<eos><assistant>"
+    assert answers[1] == " <nothing>{'error': 'Tool nothing not found.'}<eos><assistant>"
+    assert answers[2].startswith(" <unknown>{'error': ")
+
+
+def test_a_chat_template_that_writes_answers_into_the_turn_before_is_refused() -> None:
     for _ in range(2):  # what was found out about the template does not change the answer
-        with pytest.raises(DataError, match=f"'Shop': the chat template .*{sentence}"):
-            _run(Shop, [], template=template)
+        with pytest.raises(DataError, match=r"'Shop': .* ignores messages of the role tool"):
+            _run(Shop, [], template=ANSWERS_BEFORE_TEXT)
 
 
 def test_the_error_of_a_chat_template_is_that_of_plain_texts() -> None:
