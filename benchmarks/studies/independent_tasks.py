@@ -18,6 +18,7 @@ advantages and precision vary:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -30,12 +31,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.studies.common import CONSOLE
-from benchmarks.studies.rate_tasks import Judge, Setup, Task, random_model, small_setup
-from fastppo.data.datasets import Rows
+from benchmarks.studies.rate_tasks import Judge, Setup, Task, random_model, small_setup, taught
 from fastppo.recipes.characters import make_tokenizer
 from fastppo.stages.options import RewardModelConfig
 from fastppo.stages.reward_model import train_reward_model
-from fastppo.stages.sft import SFTConfig, train_sft
 
 WORD = r"\S+"
 """Pattern of a token of word-level tokenizers."""
@@ -52,39 +51,6 @@ def network(kind: str, vocabulary: int, **sizes: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, vocab_size=vocabulary, **ids, **sizes), dtype=torch.float32
     )
-
-
-def taught(
-    folder: Path,
-    seed: int,
-    tokenizer: Any,
-    rows: Rows,
-    make: Callable[[int], PreTrainedModel],
-    *,
-    epochs: int,
-    rate: float = 3e-3,
-) -> str:
-    """Return the folder of a model of any architecture, fine-tuned on demonstrations."""
-    if not (folder / "config.json").exists():
-        torch.manual_seed(seed)
-        train_sft(
-            SFTConfig(
-                output_dir=str(folder),
-                epochs=epochs,
-                batch_size=64,
-                gradient_accumulation=1,
-                learning_rate=rate,
-                eval_share=0,
-                checkpoint_interval=0,
-                seed=seed,
-                device="cpu",
-            ),
-            model=make(len(tokenizer)),
-            tokenizer=tokenizer,
-            rows=rows,
-            console=CONSOLE,
-        )
-    return str(folder)
 
 
 # -------------------------------------------------------------------------------------- ledger
@@ -146,9 +112,7 @@ def ledger(models: Path, seed: int) -> Setup:
     tokenizer = make_tokenizer(symbols)
     rows = [{"prompt": row["prompt"], "completion": episode(row)} for row in _many(question, 4000)]
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 40}
-        return network("gpt2", vocabulary, **sizes)
+    make = functools.partial(network, "gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=40)
 
     model = taught(models / f"ledger-{seed}", seed, tokenizer, rows, make, epochs=6)
     options = {
@@ -236,18 +200,17 @@ def taste(models: Path, seed: int) -> Setup:
     comparisons = _many(preference, 1500)
     prompts = [{"prompt": " ".join(language.text(2))} for _ in range(1000)]
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        return network(
-            "qwen3",
-            vocabulary,
-            hidden_size=48,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=12,
-            max_position_embeddings=64,
-        )
+    make = functools.partial(
+        network,
+        "qwen3",
+        hidden_size=48,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=64,
+    )
 
     model = taught(models / f"taste-{seed}" / "sft", seed, tokenizer, rows, make, epochs=4)
     scorer = models / f"taste-{seed}" / "reward"
@@ -334,19 +297,18 @@ def chain(models: Path, seed: int) -> Setup:
         pairs = zip(correct(prompts, completions, answer), form(prompts, completions), strict=True)
         return [right + 0.2 * formed for right, formed in pairs]
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        return network(
-            "mixtral",
-            vocabulary,
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=32,
-        )
+    make = functools.partial(
+        network,
+        "mixtral",
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
 
     tokenizer = make_tokenizer("0123456789+=#")
     model = taught(models / f"chain-{seed}", seed, tokenizer, rows, make, epochs=8)
@@ -458,19 +420,18 @@ def parses(models: Path, seed: int) -> Setup:
                 prompts, completions, completion_ids=completion_ids, begin=begin
             )
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        return network(
-            "gemma3_text",
-            vocabulary,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            query_pre_attn_scalar=16,
-            max_position_embeddings=160,
-        )
+    make = functools.partial(
+        network,
+        "gemma3_text",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        max_position_embeddings=160,
+    )
 
     tokenizer = make_tokenizer("()[]xyz:")
     model = taught(models / f"parses-{seed}", seed, tokenizer, rows, make, epochs=10)
@@ -505,16 +466,15 @@ def mood(models: Path, seed: int) -> Setup:
         sums = [sum(worth.get(word, 0.0) for word in text.split()) for text in completions]
         return [5 / (1 + math.exp(1 - x / 2)) for x in sums]
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        return network(
-            "gpt_neox",
-            vocabulary,
-            hidden_size=32,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-        )
+    make = functools.partial(
+        network,
+        "gpt_neox",
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
 
     tokenizer = spaced_tokenizer(language.words)
     model = taught(models / f"mood-{seed}", seed, tokenizer, rows, make, epochs=3)
@@ -575,17 +535,16 @@ def digest(models: Path, seed: int) -> Setup:
         for row in _many(document, 5000)
     ]
 
-    def make(vocabulary: int) -> PreTrainedModel:
-        return network(
-            "qwen2",
-            vocabulary,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-        )
+    make = functools.partial(
+        network,
+        "qwen2",
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
 
     tokenizer = make_tokenizer(f"{SMALL}{SMALL.upper()}>")
     model = taught(models / f"digest-{seed}", seed, tokenizer, rows, make, epochs=6)

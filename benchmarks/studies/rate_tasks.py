@@ -20,7 +20,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.studies.common import CONSOLE, demo_stages
 from benchmarks.studies.key_and_door import key_and_door
@@ -142,9 +142,29 @@ def taught_model(
     epochs: int,
     layers: int = 1,
 ) -> str:
-    """Return the folder of a model that was fine-tuned on demonstrations."""
+    """Return the folder of a Llama with a token per symbol, fine-tuned on demonstrations."""
+
+    def make(vocabulary: int) -> PreTrainedModel:
+        return LlamaForCausalLM(model_config(hidden, layers, vocabulary, context))
+
+    return taught(folder, seed, make_tokenizer(symbols), rows, make, epochs=epochs)
+
+
+def taught(
+    folder: Path,
+    seed: int,
+    tokenizer: Any,
+    rows: Rows,
+    make: Callable[[int], PreTrainedModel],
+    *,
+    epochs: int,
+) -> str:
+    """Return the folder of a model that was fine-tuned on demonstrations.
+
+    Args:
+        make: function of the size of the vocabulary that returns the model.
+    """
     if not (folder / "config.json").exists():
-        tokenizer = make_tokenizer(symbols)
         torch.manual_seed(seed)
         train_sft(
             SFTConfig(
@@ -158,7 +178,7 @@ def taught_model(
                 seed=seed,
                 device="cpu",
             ),
-            model=LlamaForCausalLM(model_config(hidden, layers, len(tokenizer), context)),
+            model=make(len(tokenizer)),
             tokenizer=tokenizer,
             rows=rows,
             console=CONSOLE,
